@@ -1,0 +1,217 @@
+"""The engine's configuration: what a user writes, checked and resolved before anything is placed.
+
+`EngineArgs` is the user's side, with vLLM's names and `None` where the engine should choose.
+`EngineConfig.resolve` reads both checkpoints' configs and fixes every choice once.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from actors.errors import ConfigError
+from models import hub
+from models.config import (
+    DrafterConfig,
+    TargetConfig,
+    check_pairing,
+    load_drafter_config,
+    load_target_config,
+)
+
+DType = Literal["float32", "bfloat16"]
+
+_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+_DEFAULT_KV_CACHE_BYTES = 2 << 30
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class SpeculativeConfig(_Frozen):
+    """`method` is `dflash`. `num_speculative_tokens` defaults to the drafter's block_size - 1."""
+
+    method: Literal["dflash"]
+    model: str
+    num_speculative_tokens: int | None = Field(default=None, ge=1)
+
+
+class EngineArgs(_Frozen):
+    """What a user may set; every name is vLLM's where vLLM has one.
+
+    `model` is the demo's name, a local directory or a Hugging Face id. `block_size` is the number
+    of tokens in a KV page. `num_kv_pages` or `kv_cache_memory_bytes` sizes the KV pools of one
+    rank. `cpus_per_shard` and `threads_per_shard` apply to CPU shards: the first is what Ray
+    reserves, the second how many threads a shard computes with (default: an equal share).
+    `step_timeout_s` is how long a shard may take for one step before it counts as wedged.
+    """
+
+    model: str = Field(min_length=1)
+    served_model_name: str | None = Field(default=None, min_length=1)
+    speculative_config: SpeculativeConfig | None = None
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=2)
+    max_num_seqs: int = Field(default=8, ge=1)
+    max_num_batched_tokens: int = Field(default=512, ge=16)
+    block_size: int = Field(default=16, ge=1)
+    num_kv_pages: int | None = Field(default=None, ge=2)
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
+    cpus_per_shard: float = Field(default=0.5, ge=0)
+    threads_per_shard: int | None = Field(default=None, ge=1)
+    step_timeout_s: float = Field(default=120.0, gt=0)
+
+
+class EngineConfig(_Frozen):
+    """Everything an engine needs to know, constant for its life. Made by `resolve` only.
+
+    `num_slots` is how many requests have device state at once. `num_kv_pages` counts page 0, the
+    null page, which no request owns.
+    """
+
+    served_model_name: str
+    target_path: Path
+    target: TargetConfig
+    drafter_path: Path | None
+    drafter: DrafterConfig | None
+    tensor_parallel_size: int
+    dtype: DType
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_kv_pages: int
+    cpus_per_shard: float
+    threads_per_shard: int | None
+    step_timeout_s: float
+
+    @classmethod
+    def resolve(cls, args: Mapping[str, Any]) -> "EngineConfig":
+        """Check `args` (the keys of `EngineArgs`) and both checkpoints, and fix every choice.
+
+        Raises `ConfigError`, one line that names field, value and limit.
+        """
+        try:
+            wanted = EngineArgs.model_validate(args)
+            return cls._resolve(wanted)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_describe(e) for e in error.errors())) from None
+        except ConfigError:
+            raise
+        except ValueError as error:  # CheckpointNotFound, CheckpointRefused
+            raise ConfigError(str(error)) from None
+
+    @classmethod
+    def _resolve(cls, args: EngineArgs) -> "EngineConfig":
+        target_path = hub.resolve(args.model)
+        target = load_target_config(target_path)
+        drafter_path: Path | None = None
+        drafter: DrafterConfig | None = None
+        if args.speculative_config is not None:
+            drafter_path = hub.resolve(args.speculative_config.model)
+            drafter = load_drafter_config(drafter_path)
+            num_drafts = args.speculative_config.num_speculative_tokens or drafter.num_drafts
+            check_pairing(target, drafter, num_drafts)
+        dtype = _dtype(args, target)
+        max_model_len = _max_model_len(args, target)
+        num_kv_pages = _num_kv_pages(args, target, drafter, dtype, max_model_len)
+        verify_rows = args.max_num_seqs * (drafter.block_size if drafter else 1)
+        if args.max_num_batched_tokens < verify_rows:
+            raise ConfigError(
+                f"max_num_batched_tokens is {args.max_num_batched_tokens}, max_num_seqs "
+                f"{args.max_num_seqs} needs at least {verify_rows}"
+            )
+        return cls(
+            served_model_name=args.served_model_name or args.model,
+            target_path=target_path,
+            target=target,
+            drafter_path=drafter_path,
+            drafter=drafter,
+            tensor_parallel_size=args.tensor_parallel_size,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            block_size=args.block_size,
+            num_kv_pages=num_kv_pages,
+            cpus_per_shard=args.cpus_per_shard,
+            threads_per_shard=args.threads_per_shard,
+            step_timeout_s=args.step_timeout_s,
+        )
+
+    @property
+    def num_drafts(self) -> int:
+        """K, the drafts a step verifies per request; 0 without speculation."""
+        return self.drafter.num_drafts if self.drafter else 0
+
+    @property
+    def num_slots(self) -> int:
+        return self.max_num_seqs
+
+    @property
+    def pages_per_request(self) -> int:
+        """The length of one row of the block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+def kv_bytes_per_page(
+    target: TargetConfig, drafter: DrafterConfig | None, dtype: DType, block_size: int, tp: int
+) -> int:
+    """Bytes one page takes on one rank, target and drafter layers together (heads padded)."""
+    decoders = [target.decoder] + ([drafter.decoder] if drafter else [])
+    values = sum(2 * d.num_layers * -(-d.num_kv_heads // tp) * d.head_dim for d in decoders)
+    return values * block_size * _DTYPE_BYTES[dtype]
+
+
+def _dtype(args: EngineArgs, target: TargetConfig) -> DType:
+    if args.dtype != "auto":
+        return args.dtype
+    return "float32" if target.dtype == "float32" else "bfloat16"
+
+
+def _max_model_len(args: EngineArgs, target: TargetConfig) -> int:
+    limit = target.decoder.max_position_embeddings
+    if args.max_model_len is not None and args.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {args.max_model_len}, the target's max_position_embeddings "
+            f"is {limit}"
+        )
+    return args.max_model_len or limit
+
+
+def _num_kv_pages(
+    args: EngineArgs,
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    dtype: DType,
+    max_model_len: int,
+) -> int:
+    per_request = -(-max_model_len // args.block_size)
+    if args.num_kv_pages is not None and args.kv_cache_memory_bytes is not None:
+        raise ConfigError("num_kv_pages and kv_cache_memory_bytes are both set; set one")
+    if args.num_kv_pages is not None:
+        num_pages = args.num_kv_pages
+    else:
+        budget = args.kv_cache_memory_bytes or _DEFAULT_KV_CACHE_BYTES
+        page = kv_bytes_per_page(target, drafter, dtype, args.block_size, args.tensor_parallel_size)
+        num_pages = min(budget // page, args.max_num_seqs * per_request + 1)
+    if num_pages < per_request + 1:
+        raise ConfigError(
+            f"the KV cache has {num_pages} pages, one request of max_model_len {max_model_len} "
+            f"needs {per_request + 1} (null page included); raise num_kv_pages or "
+            f"kv_cache_memory_bytes, or lower max_model_len"
+        )
+    return num_pages
+
+
+def _describe(error: Any) -> str:
+    """One pydantic error as `field: what is wrong (got value)`."""
+    field = ".".join(str(part) for part in error["loc"]) or "configuration"
+    if error["type"] == "extra_forbidden":
+        return f"{field}: unknown field (got {error['input']!r})"
+    if error["type"] == "missing":
+        return f"{field}: required"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{field}: {message} (got {error['input']!r})"

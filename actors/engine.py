@@ -1,0 +1,120 @@
+"""The step loop of one engine: plan, run on every rank, update, deliver."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from actors.config import EngineConfig
+from actors.errors import EngineDead
+from actors.messages import GenerateRequest, StepPlan, TokenChunk, decode_output, encode
+from actors.scheduler import Scheduler, check_request
+
+logger = logging.getLogger(__name__)
+
+
+class ShardGroup(Protocol):
+    """All ranks of one engine, driven in lockstep."""
+
+    def step(self, payload: bytes) -> bytes:
+        """Submit an encoded `StepPlan` to every rank; the encoded output of the step before.
+
+        Raises where a rank failed or did not answer in time.
+        """
+
+    def close(self) -> None:
+        """End all ranks; does nothing where they have ended."""
+
+
+class Engine:
+    """Owns the scheduler and drives the shards, from one thread: whoever calls `step` or `run`.
+
+    `add`, `abort` and `stop` may be called from any thread; they take effect between two steps.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        shards: ShardGroup,
+        deliver: Callable[[list[TokenChunk]], None],
+    ) -> None:
+        """`deliver` is called once a step, on the engine's thread, with that step's chunks."""
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self._shards = shards
+        self._deliver = deliver
+        self._inbox: deque[GenerateRequest | str] = deque()
+        self._wake = threading.Condition()
+        self._stopped = False
+
+    def add(self, message: GenerateRequest) -> None:
+        """Queue a request. Raises `RequestRejected` where it could never be served."""
+        check_request(self.config, message)
+        self._post(message)
+
+    def add_all(self, messages: Sequence[GenerateRequest]) -> None:
+        """Queue several requests, or none of them. Raises `RequestRejected`."""
+        for message in messages:
+            check_request(self.config, message)
+        for message in messages:
+            self._post(message)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its pages; one that has ended already is left alone."""
+        self._post(request_id)
+
+    def stop(self) -> None:
+        """Make `run` return after the step it is in."""
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+
+    def run(self) -> None:
+        """Step while there is work, sleep while there is none, until `stop`.
+
+        Raises `EngineDead` where a step failed; the engine is of no use after that.
+        """
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopped or self._inbox or self.scheduler.has_work)
+                if self._stopped:
+                    return
+            self.step()
+
+    def step(self) -> bool:
+        """Run one step to its end; whether there is work left.
+
+        Raises `EngineDead` where the shards failed.
+        """
+        self._read_inbox()
+        if not self.scheduler.has_work:
+            return False
+        plan = self.scheduler.schedule()
+        assert plan.bucket is not None, "work left, but nothing was scheduled"
+        try:
+            self._shards.step(encode(plan))
+            output = decode_output(self._shards.step(encode(StepPlan(step=plan.step))))
+        except Exception as error:
+            logger.error("step %d failed: %s", plan.step, error)
+            self._shards.close()
+            raise EngineDead(f"a shard failed in step {plan.step}") from error
+        assert output is not None
+        self._deliver(self.scheduler.update(plan, output))
+        self._read_inbox()
+        if not self.scheduler.has_work:
+            self.scheduler.check_idle()
+        return self.scheduler.has_work
+
+    def _post(self, item: GenerateRequest | str) -> None:
+        with self._wake:
+            self._inbox.append(item)
+            self._wake.notify()
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, str):
+                self.scheduler.abort(item)
+            else:
+                self.scheduler.add(item)

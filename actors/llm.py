@@ -1,0 +1,156 @@
+"""`LLM`: the whole engine in this process, without Ray, for scripts, tests and benchmarks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from actors.config import EngineConfig
+from actors.engine import Engine
+from actors.errors import ConfigError
+from actors.messages import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    SpeculationStats,
+    TokenChunk,
+)
+from actors.shard import Shard
+from actors.stats import EngineStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOutput:
+    """One finished generation. A token that ended it is the last of `token_ids`."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    speculation: SpeculationStats
+
+
+class LLM:
+    """One engine on one rank.
+
+    >>> with LLM("smollm2-135m-instruct", speculative_config={
+    ...     "method": "dflash", "model": "smollm2-135m-instruct-dflash"}) as llm:
+    ...     print(llm.generate(["The sky is"], SamplingParams(max_tokens=16))[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        speculative_config: dict[str, Any] | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """`engine_args` are the other fields of `actors.config.EngineArgs`.
+
+        Raises `ConfigError`.
+        """
+        args = {"model": model, "speculative_config": speculative_config, **engine_args}
+        self.config = EngineConfig.resolve(args)
+        if self.config.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.config.tensor_parallel_size}; LLM runs one rank "
+                "in one process, use `serve run` for more"
+            )
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._chunks: dict[str, list[TokenChunk]] = {}
+        self._shard = Shard(self.config, rank=0)
+        self._shard.load()
+        self._engine = Engine(self.config, self._shard, self._collect)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters over everything this engine generated."""
+        return self._engine.scheduler.stats
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer, loaded on first use."""
+        if self._tokenizer is None:
+            self._tokenizer = AutoTokenizer.from_pretrained(self.config.target_path)
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(max_tokens=16),
+    ) -> list[RequestOutput]:
+        """Complete every prompt, text or token ids; all are in flight together.
+
+        One `sampling` serves all prompts, a sequence has one for each. Outputs come in the order
+        of the prompts. Raises `RequestRejected` for a prompt that can't be served, before any is.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        requests = [
+            GenerateRequest(
+                request_id=uuid4().hex, prompt_token_ids=self._token_ids(prompt), sampling=params
+            )
+            for prompt, params in zip(prompts, each, strict=True)
+        ]
+        self._engine.add_all(requests)
+        self._chunks = {request.request_id: [] for request in requests}
+        while self._engine.step():
+            pass
+        return [self._output(request) for request in requests]
+
+    def chat(
+        self,
+        conversations: Sequence[Sequence[dict[str, str]]],
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(max_tokens=16),
+    ) -> list[RequestOutput]:
+        """`generate` for lists of `{"role", "content"}` messages, through the chat template."""
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, return_dict=False
+            )
+            for messages in conversations
+        ]
+        return self.generate(prompts, sampling)
+
+    def next_token_logits(self, token_ids: list[int]) -> torch.Tensor:
+        """The target's float32 logits `[vocab]` behind `token_ids`, apart from the engine."""
+        return self._shard.next_token_logits(token_ids)
+
+    def close(self) -> None:
+        """End the device thread."""
+        self._shard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def _collect(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            self._chunks[chunk.request_id].append(chunk)
+
+    def _output(self, request: GenerateRequest) -> RequestOutput:
+        chunks = self._chunks.pop(request.request_id)
+        token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
+        last = chunks[-1]
+        assert last.finish_reason is not None
+        assert last.speculation is not None
+        return RequestOutput(
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=token_ids,
+            text=self.tokenizer.decode(token_ids, skip_special_tokens=True),
+            finish_reason=last.finish_reason,
+            speculation=last.speculation,
+        )

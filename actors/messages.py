@@ -1,0 +1,179 @@
+"""The contract between processes: frozen, tensor-free, and encoded as msgpack bytes.
+
+`GenerateRequest` and `TokenChunk` travel between the OpenAI server and the router;
+`StepPlan` and `StepOutput` between the router and its shards, once a step.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request is sampled and when it ends.
+
+    `temperature` 0 is greedy. `seed` feeds the noise of sampled requests. A token in
+    `stop_token_ids`, or (unless `ignore_eos`) one of the target's end tokens, ends the request.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateRequest:
+    """One generation. `request_id` is unique among the requests an engine has in flight."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationStats:
+    """What speculation did for one request, cut where the request's output was cut.
+
+    `emitted_tokens` counts tokens from verify steps only: the first token comes from prefill.
+    """
+
+    verify_steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    emitted_tokens: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens emitted by verify steps per verify step, bonus included; None without steps."""
+        return self.emitted_tokens / self.verify_steps if self.verify_steps else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChunk:
+    """The tokens one step gave one request.
+
+    `first_index` is the index of `token_ids[0]` in the request's output: a receiver that already
+    has it (after a replay) drops the overlap, so delivery is exactly once. A token that ended the
+    request is the last of `token_ids`. `speculation` comes with the chunk that has a
+    `finish_reason`.
+    """
+
+    request_id: str
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    speculation: SpeculationStats | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """The padded shape of one step; every rank runs the step at exactly these sizes.
+
+    A step's token rows are a decode grid `[decode_rows, verify_width]` followed by a prefill grid
+    `[prefill_rows, prefill_width]`. Every row may attend to `context_pages` KV pages.
+    """
+
+    decode_rows: int
+    verify_width: int
+    prefill_rows: int
+    prefill_width: int
+    context_pages: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decode_rows * self.verify_width + self.prefill_rows * self.prefill_width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRow:
+    """One request that verifies `num_drafts` drafts behind its bonus token.
+
+    `position` is where the bonus token is fed, optimistic (all drafts accepted) while
+    `prev_in_flight`: the row ran in the immediately preceding step and that output is unread.
+    """
+
+    slot: int
+    position: int
+    num_drafts: int
+    propose: bool
+    prev_in_flight: bool = False
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillRow:
+    """A run of a request's known tokens at positions `start ..`.
+
+    A long chunk spans several rows of the prefill grid. `fresh` marks the first row of a request
+    in its slot, which resets the slot. `last` marks the row whose final token is the last known
+    one: it emits a token and, if `propose`, drafts.
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    fresh: bool
+    last: bool
+    propose: bool
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageUpdate:
+    """Pages appended to a slot's block table, from entry `first` on."""
+
+    slot: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One step for every rank. A plan without a bucket is empty: it only drains the pipeline."""
+
+    step: int
+    bucket: Bucket | None = None
+    decode: tuple[DecodeRow, ...] = ()
+    prefill: tuple[PrefillRow, ...] = ()
+    page_updates: tuple[PageUpdate, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """What one step emitted.
+
+    `sampled[i]` are the tokens of the i-th emitting row: the plan's decode rows in order, then its
+    `last` prefill rows in order. `num_drafts[i]` is how many drafts that row really verified.
+    """
+
+    step: int
+    sampled: tuple[tuple[int, ...], ...] = ()
+    num_drafts: tuple[int, ...] = ()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+_output_decoder = msgspec.msgpack.Decoder(StepOutput | None)
+
+
+def encode(message: StepPlan | StepOutput | None) -> bytes:
+    """Messages on the step path travel as bytes: Ray carries those at a third of a dict's cost."""
+    return _encoder.encode(message)
+
+
+def decode_plan(payload: bytes) -> StepPlan:
+    """Raises `msgspec.ValidationError` where the payload is not a plan."""
+    return _plan_decoder.decode(payload)
+
+
+def decode_output(payload: bytes) -> StepOutput | None:
+    """None is the output of a drained pipeline. Raises `msgspec.ValidationError`."""
+    return _output_decoder.decode(payload)

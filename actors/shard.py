@@ -1,0 +1,176 @@
+"""One rank of an engine: target rank and colocated drafter rank in one process."""
+
+import os
+import socket
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from actors.config import EngineConfig
+from actors.messages import StepOutput, StepPlan, decode_plan, encode
+from actors.shard_inputs import step_inputs, write_page_updates
+from models.backends.eager import EagerBackend
+from models.kv_cache import allocate
+from models.parallel import TensorParallel
+from models.registry import DRAFTERS, TARGETS
+from models.scoring import next_token_logits
+from models.state import SlotState
+from models.steps import ModelRank, StepResult
+from models.weights import CheckpointReader
+
+_GROUP_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: StepPlan
+    result: "Future[StepResult]"
+
+
+class Shard:
+    """A plain class: `actors.placement` makes it a Ray actor, `actors.llm` uses it as it is."""
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        threads = config.threads_per_shard or _equal_share(config.tensor_parallel_size)
+        self._backend = EagerBackend(threads)
+        self._model: ModelRank | None = None
+        self._in_flight: _InFlight | None = None
+        self.bytes_read = 0
+
+    def rendezvous(self, host: str = "127.0.0.1") -> str:
+        """A free `host:port` of this rank's machine, for the ranks' process group to meet at."""
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def load(self, rendezvous: str | None = None) -> None:
+        """Join the other ranks and load this rank's slices; `rendezvous` is needed with several.
+
+        Raises `CheckpointRefused` where a checkpoint does not hold what its config promises.
+        """
+        self._backend.submit(lambda: self._load(rendezvous)).result()
+
+    def step(self, payload: bytes) -> bytes:
+        """Submit the plan in `payload`, then return the output of the step before it.
+
+        An empty plan submits nothing, and so drains the pipeline. Raises what the step raised.
+        """
+        plan = decode_plan(payload)
+        previous, self._in_flight = self._in_flight, self._submit(plan)
+        if previous is None:
+            return encode(None)
+        return encode(_output(previous.plan, previous.result.result()))
+
+    def ping(self) -> int:
+        """This rank's process id; answers only when no step is being waited for."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """End the device thread and leave the process group."""
+        self._backend.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def next_token_logits(self, token_ids: list[int]) -> torch.Tensor:
+        """This rank's logits `[vocab]` behind `token_ids`, computed apart from all requests.
+
+        For judging near-ties; only for a single rank, and not while a step is in flight.
+        """
+        assert self._config.tensor_parallel_size == 1
+        assert self._model is not None, "load() first"
+        target = self._model.target
+        return self._backend.submit(lambda: next_token_logits(target, token_ids)).result()
+
+    def _submit(self, plan: StepPlan) -> _InFlight | None:
+        if plan.bucket is None:
+            return None
+        assert self._model is not None, "load() first"
+        model = self._model
+
+        def work() -> StepResult:
+            write_page_updates(plan, model.state)
+            return model.step(step_inputs(plan, model.state.scratch_slot))
+
+        return _InFlight(plan, self._backend.submit(work))
+
+    def _load(self, rendezvous: str | None) -> None:
+        config = self._config
+        tp = self._join(rendezvous)
+        dtype = getattr(torch, config.dtype)
+        drafter_config = config.drafter
+        with ExitStack() as files:
+            reader = files.enter_context(CheckpointReader(config.target_path))
+            target = TARGETS[config.target.architecture](
+                config.target,
+                tp,
+                reader,
+                dtype=dtype,
+                num_positions=config.max_model_len,
+                capture_layer_ids=drafter_config.capture_layer_ids if drafter_config else (),
+            )
+            self.bytes_read = reader.bytes_read
+            drafter = None
+            specs = target.kv_specs()
+            if drafter_config is not None and config.drafter_path is not None:
+                reader = files.enter_context(CheckpointReader(config.drafter_path))
+                drafter = DRAFTERS[drafter_config.architecture](
+                    drafter_config,
+                    tp,
+                    reader,
+                    target,
+                    dtype=dtype,
+                    num_positions=config.max_model_len,
+                )
+                self.bytes_read += reader.bytes_read
+                drafter.bind()
+                specs += drafter.kv_specs()
+        pools = allocate(specs, config.num_kv_pages, config.block_size)
+        num_layers = config.target.decoder.num_layers
+        self._model = ModelRank(
+            target=target,
+            drafter=drafter,
+            target_kv=pools[:num_layers],
+            drafter_kv=pools[num_layers:],
+            state=SlotState.allocate(config.num_slots, config.num_drafts, config.pages_per_request),
+            vocab_size=config.target.vocab_size,
+        )
+
+    def _join(self, rendezvous: str | None) -> TensorParallel:
+        size = self._config.tensor_parallel_size
+        if size == 1:
+            return TensorParallel()
+        assert rendezvous is not None
+        if rendezvous.startswith("127."):
+            # Left alone, gloo would take the interface that the host's name resolves to.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{rendezvous}",
+            rank=self._rank,
+            world_size=size,
+            timeout=_GROUP_TIMEOUT,
+        )
+        return TensorParallel(self._rank, size, dist.group.WORLD)
+
+
+def _output(plan: StepPlan, result: StepResult) -> StepOutput:
+    """The emitting rows of a step's result, in the plan's order, without padding."""
+    assert plan.bucket is not None
+    last = [plan.bucket.decode_rows + i for i, row in enumerate(plan.prefill) if row.last]
+    rows = [*range(len(plan.decode)), *last]
+    sampled, num_drafts = result.sampled.tolist(), result.num_drafts.tolist()
+    return StepOutput(
+        step=plan.step,
+        sampled=tuple(tuple(t for t in sampled[row] if t >= 0) for row in rows),
+        num_drafts=tuple(num_drafts[row] for row in rows),
+    )
+
+
+def _equal_share(num_shards: int) -> int:
+    return max(1, (os.cpu_count() or 1) // num_shards)

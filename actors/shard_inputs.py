@@ -1,0 +1,52 @@
+"""A `StepPlan` as the padded tensors of its bucket."""
+
+import torch
+
+from actors.messages import StepPlan
+from models.state import SlotState
+from models.steps import StepInputs
+
+
+def write_page_updates(plan: StepPlan, state: SlotState) -> None:
+    """Apply the plan's page-table changes to the slots' block tables."""
+    for update in plan.page_updates:
+        pages = torch.tensor(update.pages, dtype=torch.int32)
+        state.block_table[update.slot, update.first : update.first + len(update.pages)] = pages
+
+
+def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
+    """Every tensor has its bucket's size; padded rows point at `scratch_slot`."""
+    bucket = plan.bucket
+    assert bucket is not None
+    decode, prefill = plan.decode, plan.prefill
+
+    def decode_ints(values: list[int], fill: int = 0) -> torch.Tensor:
+        return _padded(values, bucket.decode_rows, fill)
+
+    def prefill_ints(values: list[int], fill: int = 0) -> torch.Tensor:
+        return _padded(values, bucket.prefill_rows, fill)
+
+    tokens = torch.zeros(bucket.prefill_rows, bucket.prefill_width, dtype=torch.int32)
+    for i, row in enumerate(prefill):
+        tokens[i, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int32)
+    return StepInputs(
+        verify_width=bucket.verify_width,
+        context_pages=bucket.context_pages,
+        decode_slots=decode_ints([row.slot for row in decode], scratch_slot),
+        decode_positions=decode_ints([row.position for row in decode]),
+        decode_num_drafts=decode_ints([row.num_drafts for row in decode]),
+        decode_in_flight=decode_ints([row.prev_in_flight for row in decode]).bool(),
+        decode_propose=decode_ints([row.propose for row in decode]).bool(),
+        decode_valid=decode_ints([1] * len(decode)).bool(),
+        prefill_slots=prefill_ints([row.slot for row in prefill], scratch_slot),
+        prefill_starts=prefill_ints([row.start for row in prefill]),
+        prefill_counts=prefill_ints([len(row.token_ids) for row in prefill]),
+        prefill_tokens=tokens,
+        prefill_fresh=prefill_ints([row.fresh for row in prefill]).bool(),
+        prefill_last=prefill_ints([row.last for row in prefill]).bool(),
+        prefill_propose=prefill_ints([row.propose for row in prefill]).bool(),
+    )
+
+
+def _padded(values: list[int], size: int, fill: int) -> torch.Tensor:
+    return torch.tensor([*values, *[fill] * (size - len(values))], dtype=torch.int32)

@@ -1,0 +1,193 @@
+"""The DFlash drafter: projects target states into its KV cache and drafts a block in one pass."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import block_attention
+from models.config import CheckpointRefused, DrafterConfig
+from models.kv_cache import KVSpec, LayerKV
+from models.layers import LMHead, decoder_stack, rms_norm
+from models.parallel import TensorParallel, even_part
+from models.rope import rope_table, rotate
+from models.sampler import greedy
+from models.target import Target
+from models.weights import CheckpointReader
+
+# What a checkpoint may hold beside the drafter: copies of what is borrowed from the target.
+_BORROWED = frozenset(
+    {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight", "t2d"}
+)
+
+
+class DFlashDrafter(nn.Module):
+    """One rank of a DFlash drafter; embedding and LM head are the target's."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        tp: TensorParallel,
+        reader: CheckpointReader,
+        target: Target,
+        *,
+        dtype: torch.dtype,
+        num_positions: int,
+    ) -> None:
+        """Rotary tables reach `block_size` past `num_positions`: a block may end beyond it.
+
+        Raises `CheckpointRefused` for a missing tensor, or one that is no part of DFlash.
+        """
+        super().__init__()
+        decoder = config.decoder
+        self.config, self.tp, self.eps = config, tp, decoder.rms_norm_eps
+        self.embed = target.embed
+        rows = even_part(decoder.hidden_size, tp, dim=0)
+        self.fc = _parameter(reader.read("fc.weight", rows, dtype))
+        self.hidden_norm = _parameter(reader.read("hidden_norm.weight", None, dtype))
+        self.layers = decoder_stack(decoder, tp, reader, "layers", dtype)
+        self.norm = _parameter(reader.read("norm.weight", None, dtype))
+        self.mask_embedding = _mask_embedding(reader, decoder.hidden_size, dtype)
+        self.lm_head, self.draft_to_target = _head(config, tp, reader, target, dtype)
+        cos, sin = rope_table(decoder, num_positions + config.block_size)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+        self.fused_kv_weight: Tensor | None = None
+        self.fused_kv_bias: Tensor | None = None
+        self.fused_k_norm: Tensor | None = None
+        _refuse_unknown(reader)
+
+    cos: Tensor
+    sin: Tensor
+
+    def kv_specs(self) -> list[KVSpec]:
+        """What each draft layer keeps per context token, in layer order."""
+        return [layer.attention.kv_spec() for layer in self.layers]
+
+    def bind(self) -> None:
+        """Stack this rank's K and V projections of all layers for `inject`'s single matmul.
+
+        `fused_kv_weight [layers * 2 * kv_heads * head_dim, hidden]`, K before V in each layer.
+        """
+        attentions = [layer.attention for layer in self.layers]
+        self.fused_kv_weight = torch.cat([a.kv_weight() for a in attentions])
+        biases = [bias for a in attentions if (bias := a.kv_bias()) is not None]
+        self.fused_kv_bias = torch.cat(biases) if biases else None
+        self.fused_k_norm = torch.stack([a.k_norm for a in attentions if a.k_norm is not None])
+
+    def inject(self, aux: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[LayerKV]) -> None:
+        """Project captured target states into every draft layer's pages.
+
+        aux `[tokens, captured * hidden]`; positions, slots `[tokens] int32` (rejected tokens point
+        at page 0). `fc` is column-sharded: each rank projects its slice, the slices are gathered.
+        """
+        assert self.fused_kv_weight is not None, "bind() first"
+        assert self.fused_k_norm is not None
+        hidden_size = self.hidden_norm.shape[0]
+        context = self.tp.all_gather(F.linear(aux, self.fc), dim=-1)[:, :hidden_size]
+        context = rms_norm(context, self.hidden_norm, self.eps)
+        fused = F.linear(context, self.fused_kv_weight, self.fused_kv_bias)
+        head_dim = self.config.decoder.head_dim
+        # [tokens, layers, K or V, kv_heads, head_dim]
+        fused = fused.unflatten(-1, (len(self.layers), 2, -1, head_dim))
+        keys = rms_norm(fused[:, :, 0], self.fused_k_norm.unsqueeze(1), self.eps)
+        cos, sin = self.cos[positions], self.sin[positions]
+        keys = rotate(keys, cos.unsqueeze(1), sin.unsqueeze(1))
+        for i, layer_kv in enumerate(kv):
+            layer_kv.write(slots, keys[:, i], fused[:, i, 1])
+
+    def block_hidden(
+        self,
+        token_ids: Tensor,
+        context_lens: Tensor,
+        block_table: Tensor,
+        kv: Sequence[LayerKV],
+    ) -> Tensor:
+        """Hidden states `[rows, block, hidden]` of query blocks, normed for the head.
+
+        token_ids `[rows, block] int32`, at positions `context_lens ..`; context_lens `[rows]`
+        int32 counts the injected tokens a row may see; block_table `[rows, pages] int32`.
+        """
+        block = token_ids.shape[1]
+        offsets = torch.arange(block, device=token_ids.device, dtype=torch.int32)
+        positions = context_lens.unsqueeze(1) + offsets
+        cos, sin = self.cos[positions], self.sin[positions]
+        keys = torch.arange(
+            block_table.shape[1] * kv[0].page_size, device=token_ids.device, dtype=torch.int32
+        )
+        context_mask = keys < context_lens.unsqueeze(1)
+        hidden = self.embed(token_ids)
+        if self.mask_embedding is not None:
+            masked = (token_ids == self.config.mask_token_id).unsqueeze(-1)
+            hidden = torch.where(masked, self.mask_embedding, hidden)
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            q, k, v = layer.project(hidden, cos, sin)
+            attended = block_attention(q, k, v, layer_kv, block_table, context_mask)
+            hidden = layer.finish(hidden, attended)
+        return rms_norm(hidden, self.norm, self.eps)
+
+    def draft_tokens(self, hidden: Tensor) -> Tensor:
+        """Greedy drafts `[rows, K] int32`, target ids, from `block_hidden`'s states."""
+        rows, block, width = hidden.shape
+        masks = hidden[:, 1:].reshape(rows * (block - 1), width)
+        ids = greedy(self.lm_head(masks), self.lm_head)
+        if self.draft_to_target is not None:
+            ids = self.draft_to_target[ids]
+        return ids.view(rows, block - 1)
+
+
+def _parameter(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
+
+
+def _head(
+    config: DrafterConfig,
+    tp: TensorParallel,
+    reader: CheckpointReader,
+    target: Target,
+    dtype: torch.dtype,
+) -> tuple[LMHead, Tensor | None]:
+    """The target's head, or for a reduced vocabulary the drafter's own with its id map.
+
+    `d2t [draft_vocab_size]` holds target id minus draft id. Raises `CheckpointRefused` where a map
+    leads outside the target's vocabulary.
+    """
+    if config.draft_vocab_size == config.vocab_size:
+        return target.lm_head, None
+    offsets = reader.read("d2t", None, torch.int64)
+    ids = offsets + torch.arange(config.draft_vocab_size)
+    if offsets.shape != ids.shape or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise CheckpointRefused(
+            f"{reader.directory}: d2t maps {int(ids.min())}..{int(ids.max())}, the target's "
+            f"vocabulary is 0..{config.vocab_size - 1}"
+        )
+    rows = even_part(config.draft_vocab_size, tp, dim=0)
+    weight = _parameter(reader.read("lm_head.weight", rows, dtype))
+    return LMHead(weight, config.draft_vocab_size, tp), ids.to(torch.int32)
+
+
+def _mask_embedding(
+    reader: CheckpointReader, hidden_size: int, dtype: torch.dtype
+) -> nn.Parameter | None:
+    """A trained mask embedding `[hidden]` that stands beside the weights, where there is one.
+
+    Raises `CheckpointRefused` where the file does not hold one tensor of that size.
+    """
+    path = reader.directory / "mask_embedding.pt"
+    if not path.is_file():
+        return None
+    values = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(values, Tensor) or values.numel() != hidden_size:
+        raise CheckpointRefused(f"{path}: not a tensor of {hidden_size} values")
+    return _parameter(values.reshape(hidden_size).to(dtype))
+
+
+def _refuse_unknown(reader: CheckpointReader) -> None:
+    """A tensor nobody asked for means the drafter computes something we don't."""
+    unknown = sorted(reader.names - reader.names_read - _BORROWED - {"lm_head.weight", "d2t"})
+    if unknown:
+        raise CheckpointRefused(
+            f"{reader.directory}: {unknown[0]} (and {len(unknown) - 1} more tensors) is no part "
+            f"of a DFlash drafter; DFlash 2, Domino and similar drafters are not supported"
+        )

@@ -1,0 +1,229 @@
+"""The decoder layer that target and drafter share, and the vocabulary-sharded ends of a model."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import DecoderConfig
+from models.kv_cache import KVSpec
+from models.parallel import HeadLayout, Part, TensorParallel, even_part, head_layout, head_part
+from models.rope import rotate
+from models.weights import CheckpointReader
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, computed in float32, in x's dtype."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of one attention layer; the attention itself belongs to whoever calls it."""
+
+    def __init__(
+        self,
+        decoder: DecoderConfig,
+        tp: TensorParallel,
+        reader: CheckpointReader,
+        prefix: str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.tp, self.eps, self.head_dim = tp, decoder.rms_norm_eps, decoder.head_dim
+        self.heads: HeadLayout = head_layout(decoder.num_heads, decoder.num_kv_heads, tp)
+        query = head_part(self.heads.query_heads, decoder.head_dim, dim=0)
+        kv = head_part(self.heads.kv_heads, decoder.head_dim, dim=0)
+        parts = (("q_proj", query), ("k_proj", kv), ("v_proj", kv))
+        self.split = [part.size for _, part in parts]
+        self.qkv_weight = _stacked(reader, prefix, "weight", parts, dtype)
+        self.qkv_bias = (
+            _stacked(reader, prefix, "bias", parts, dtype) if decoder.attention_bias else None
+        )
+        output = head_part(self.heads.query_heads, decoder.head_dim, dim=1)
+        self.o_weight = _parameter(reader.read(f"{prefix}.o_proj.weight", output, dtype))
+        self.o_bias = (
+            _parameter(reader.read(f"{prefix}.o_proj.bias", None, dtype))
+            if decoder.attention_bias
+            else None
+        )
+        self.q_norm = self.k_norm = None
+        if decoder.qk_norm:
+            self.q_norm = _parameter(reader.read(f"{prefix}.q_norm.weight", None, dtype))
+            self.k_norm = _parameter(reader.read(f"{prefix}.k_norm.weight", None, dtype))
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed and rotated q `[..., kv_heads, group, head_dim]`, k and v `[..., kv_heads,
+        head_dim]` of `x [..., hidden]` at the positions of `cos`, `sin` `[..., head_dim]`."""
+        q, k, v = F.linear(x, self.qkv_weight, self.qkv_bias).split(self.split, dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q.unflatten(-2, (len(self.heads.kv_heads), self.heads.group)), k, v
+
+    def output(self, attended: Tensor) -> Tensor:
+        """`[..., local query heads * head_dim]` -> `[..., hidden]`, summed over ranks."""
+        out = self.tp.all_reduce(F.linear(attended, self.o_weight))
+        return out if self.o_bias is None else out + self.o_bias
+
+    def kv_weight(self) -> Tensor:
+        """This rank's K rows, then V rows, `[2 * kv_heads * head_dim, hidden]`."""
+        return self.qkv_weight[self.split[0] :]
+
+    def kv_bias(self) -> Tensor | None:
+        return None if self.qkv_bias is None else self.qkv_bias[self.split[0] :]
+
+    def kv_spec(self) -> KVSpec:
+        return KVSpec(len(self.heads.kv_heads), self.head_dim, self.qkv_weight.dtype)
+
+
+class MLP(nn.Module):
+    """SiLU-gated MLP, its width sharded over ranks."""
+
+    def __init__(
+        self,
+        decoder: DecoderConfig,
+        tp: TensorParallel,
+        reader: CheckpointReader,
+        prefix: str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        rows = even_part(decoder.intermediate_size, tp, dim=0)
+        columns = even_part(decoder.intermediate_size, tp, dim=1)
+        parts = (("gate_proj", rows), ("up_proj", rows))
+        self.gate_up_weight = _stacked(reader, prefix, "weight", parts, dtype)
+        self.down_weight = _parameter(reader.read(f"{prefix}.down_proj.weight", columns, dtype))
+        self.gate_up_bias = self.down_bias = None
+        if decoder.mlp_bias:
+            self.gate_up_bias = _stacked(reader, prefix, "bias", parts, dtype)
+            self.down_bias = _parameter(reader.read(f"{prefix}.down_proj.bias", None, dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` -> `[..., hidden]`, summed over ranks."""
+        gate, up = F.linear(x, self.gate_up_weight, self.gate_up_bias).chunk(2, dim=-1)
+        out = self.tp.all_reduce(F.linear(F.silu(gate) * up, self.down_weight))
+        return out if self.down_bias is None else out + self.down_bias
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm layer in two halves, with the caller's attention between them."""
+
+    def __init__(
+        self,
+        decoder: DecoderConfig,
+        tp: TensorParallel,
+        reader: CheckpointReader,
+        prefix: str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.eps = decoder.rms_norm_eps
+        self.attention = Attention(decoder, tp, reader, f"{prefix}.self_attn", dtype)
+        self.mlp = MLP(decoder, tp, reader, f"{prefix}.mlp", dtype)
+        self.input_norm = _parameter(reader.read(f"{prefix}.input_layernorm.weight", None, dtype))
+        self.mlp_norm = _parameter(
+            reader.read(f"{prefix}.post_attention_layernorm.weight", None, dtype)
+        )
+
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of the residual stream `hidden [..., hidden]`; see `Attention.project`."""
+        return self.attention.project(rms_norm(hidden, self.input_norm, self.eps), cos, sin)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The residual stream after this layer."""
+        hidden = hidden + self.attention.output(attended)
+        return hidden + self.mlp(rms_norm(hidden, self.mlp_norm, self.eps))
+
+
+def decoder_stack(
+    decoder: DecoderConfig,
+    tp: TensorParallel,
+    reader: CheckpointReader,
+    prefix: str,
+    dtype: torch.dtype,
+) -> Sequence[DecoderLayer]:
+    """The layers `prefix.0 ..` as a registered submodule that knows what it holds."""
+    layers = nn.ModuleList(
+        DecoderLayer(decoder, tp, reader, f"{prefix}.{i}", dtype) for i in range(decoder.num_layers)
+    )
+    return cast("Sequence[DecoderLayer]", layers)
+
+
+class Embedding(nn.Module):
+    """Token embedding, its vocabulary sharded over ranks."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        tp: TensorParallel,
+        reader: CheckpointReader,
+        name: str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = _parameter(reader.read(name, even_part(vocab_size, tp, dim=0), dtype))
+        self.register_buffer(
+            "start", torch.tensor(tp.rank * self.weight.shape[0], dtype=torch.int32)
+        )
+
+    start: Tensor
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """`[...] int32` ids in `[0, vocab_size)` -> `[..., hidden]`, the same on every rank."""
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.start
+        mine = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(torch.where(mine, local, 0), self.weight)
+        return self.tp.all_reduce(rows * mine.unsqueeze(-1))
+
+
+class LMHead(nn.Module):
+    """Vocabulary-sharded head; logits stay on the rank that computed them."""
+
+    def __init__(self, weight: Tensor, vocab_size: int, tp: TensorParallel) -> None:
+        """`weight [ceil(vocab_size / tp.size), hidden]` is this rank's part (tied: the
+        embedding's)."""
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        self.weight = weight
+        width = weight.shape[0]
+        first = torch.tensor(tp.rank * width, dtype=torch.int32)
+        self.register_buffer("start", first)
+        ids = first + torch.arange(width, dtype=torch.int32)
+        self.register_buffer("padded", ids >= vocab_size)
+
+    start: Tensor
+    padded: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[rows, hidden]` -> this rank's logits `[rows, local vocabulary]`, padding at -inf."""
+        logits = F.linear(hidden, self.weight)
+        if self.vocab_size % self.tp.size == 0:
+            return logits
+        return logits.masked_fill(self.padded, float("-inf"))
+
+
+def _parameter(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
+
+
+def _stacked(
+    reader: CheckpointReader,
+    prefix: str,
+    kind: str,
+    parts: tuple[tuple[str, Part], ...],
+    dtype: torch.dtype,
+) -> nn.Parameter:
+    """Several projections of one input as one matrix: one matmul instead of two or three."""
+    return _parameter(
+        torch.cat([reader.read(f"{prefix}.{name}.{kind}", part, dtype) for name, part in parts])
+    )
