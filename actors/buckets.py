@@ -32,6 +32,12 @@ class BucketLadder:
             context_pages=_doublings(min(4, config.pages_per_request), config.pages_per_request),
         )
 
+    def warm_up(self) -> list[Bucket]:
+        """Buckets that between them use every code path of a step."""
+        decode = self.bucket(1, 0, 0, self.context_pages[0])
+        prefill = self.bucket(1, 1, self.prefill_widths[-1], self.context_pages[0])
+        return [decode, prefill]
+
     def prefill_width(self, chunks: list[int]) -> int:
         """The width that pads these chunk lengths least; of equals the widest, for fewer rows."""
         return min(

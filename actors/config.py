@@ -27,7 +27,13 @@ _DEFAULT_KV_CACHE_BYTES = 2 << 30
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
 
 
 class SpeculativeConfig(_Frozen):
@@ -168,6 +174,11 @@ def kv_bytes_per_page(
 def _dtype(args: EngineArgs, target: TargetConfig) -> DType:
     if args.dtype != "auto":
         return args.dtype
+    if target.dtype not in _DTYPE_BYTES:
+        raise ConfigError(
+            f"dtype is auto and the target's weights are {target.dtype}; set dtype to one of "
+            f"{', '.join(_DTYPE_BYTES)}"
+        )
     return "float32" if target.dtype == "float32" else "bfloat16"
 
 

@@ -3,12 +3,13 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from actors.config import EngineConfig
 from actors.errors import EngineDead
-from actors.messages import GenerateRequest, StepPlan, TokenChunk, decode_output, encode
+from actors.messages import GenerateRequest, StepOutput, StepPlan, TokenChunk, decode_output, encode
 from actors.scheduler import Scheduler, check_request
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,16 @@ class Engine:
         """End a request and free its pages; one that has ended already is left alone."""
         self._post(request_id)
 
+    def warm_up(self) -> None:
+        """Run every kind of step once on padding alone, so that no request pays for first use.
+
+        Raises `EngineDead` where the shards failed.
+        """
+        for bucket in self.scheduler.ladder.warm_up():
+            plan = StepPlan(step=0, bucket=bucket)
+            with self._fatal(plan):
+                self._run(plan)
+
     def stop(self) -> None:
         """Make `run` return after the step it is in."""
         with self._wake:
@@ -92,19 +103,30 @@ class Engine:
             return False
         plan = self.scheduler.schedule()
         assert plan.bucket is not None, "work left, but nothing was scheduled"
-        try:
-            self._shards.step(encode(plan))
-            output = decode_output(self._shards.step(encode(StepPlan(step=plan.step))))
-        except Exception as error:
-            logger.error("step %d failed: %s", plan.step, error)
-            self._shards.close()
-            raise EngineDead(f"a shard failed in step {plan.step}") from error
-        assert output is not None
-        self._deliver(self.scheduler.update(plan, output))
+        with self._fatal(plan):
+            chunks = self.scheduler.update(plan, self._run(plan))
+        self._deliver(chunks)
         self._read_inbox()
         if not self.scheduler.has_work:
             self.scheduler.check_idle()
         return self.scheduler.has_work
+
+    def _run(self, plan: StepPlan) -> StepOutput:
+        """The output of `plan`: submit it, then drain the pipeline behind it."""
+        self._shards.step(encode(plan))
+        output = decode_output(self._shards.step(encode(StepPlan(step=plan.step))))
+        assert output is not None, "the pipeline lost a step"
+        return output
+
+    @contextmanager
+    def _fatal(self, plan: StepPlan) -> Iterator[None]:
+        """Whatever fails inside loses the engine: ranks may hang, or disagree with the plan."""
+        try:
+            yield
+        except Exception as error:
+            logger.error("step %d failed: %r", plan.step, error)
+            self._shards.close()
+            raise EngineDead(f"a shard failed in step {plan.step}: {error!r}") from error
 
     def _post(self, item: GenerateRequest | str) -> None:
         with self._wake:

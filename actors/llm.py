@@ -1,6 +1,6 @@
 """`LLM`: the whole engine in this process, without Ray, for scripts, tests and benchmarks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -62,6 +62,7 @@ class LLM:
             )
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._chunks: dict[str, list[TokenChunk]] = {}
+        self._on_finish: Callable[[], None] = _ignore
         self._shard = Shard(self.config, rank=0)
         self._shard.load()
         self._engine = Engine(self.config, self._shard, self._collect)
@@ -80,14 +81,18 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(max_tokens=16),
+        on_finish: Callable[[], None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt, text or token ids; all are in flight together.
+        """Complete every prompt, text or token ids; all are in flight together. A text is one.
 
         One `sampling` serves all prompts, a sequence has one for each. Outputs come in the order
-        of the prompts. Raises `RequestRejected` for a prompt that can't be served, before any is.
+        of the prompts; `on_finish` is called as each ends, for a progress bar. Raises
+        `RequestRejected` for a prompt that can't be served, before any is.
         """
+        if isinstance(prompts, str):
+            prompts = [prompts]
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         requests = [
             GenerateRequest(
@@ -96,9 +101,15 @@ class LLM:
             for prompt, params in zip(prompts, each, strict=True)
         ]
         self._engine.add_all(requests)
+        self._on_finish = on_finish or _ignore
         self._chunks = {request.request_id: [] for request in requests}
-        while self._engine.step():
-            pass
+        try:
+            while self._engine.step():
+                pass
+        finally:
+            # Interrupted: the next call must not find these requests.
+            for request in requests:
+                self._engine.abort(request.request_id)
         return [self._output(request) for request in requests]
 
     def chat(
@@ -107,13 +118,14 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(max_tokens=16),
     ) -> list[RequestOutput]:
         """`generate` for lists of `{"role", "content"}` messages, through the chat template."""
-        prompts = [
-            self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, return_dict=False
-            )
-            for messages in conversations
-        ]
-        return self.generate(prompts, sampling)
+        return self.generate([self.encode_chat(each) for each in conversations], sampling)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The token ids of a conversation with its generation prompt."""
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False
+        )
+        return ids
 
     def next_token_logits(self, token_ids: list[int]) -> torch.Tensor:
         """The target's float32 logits `[vocab]` behind `token_ids`, apart from the engine."""
@@ -135,18 +147,20 @@ class LLM:
         self.close()
 
     def _token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return tuple(int(token) for token in ids)
 
     def _collect(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
             self._chunks[chunk.request_id].append(chunk)
+            if chunk.finish_reason is not None:
+                self._on_finish()
 
     def _output(self, request: GenerateRequest) -> RequestOutput:
         chunks = self._chunks.pop(request.request_id)
         token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
         last = chunks[-1]
         assert last.finish_reason is not None
-        assert last.speculation is not None
         return RequestOutput(
             prompt_token_ids=request.prompt_token_ids,
             token_ids=token_ids,
@@ -154,3 +168,7 @@ class LLM:
             finish_reason=last.finish_reason,
             speculation=last.speculation,
         )
+
+
+def _ignore() -> None:
+    return None

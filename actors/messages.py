@@ -4,7 +4,7 @@
 `StepPlan` and `StepOutput` between the router and its shards, once a step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -53,6 +53,14 @@ class SpeculationStats:
         """Tokens emitted by verify steps per verify step, bonus included; None without steps."""
         return self.emitted_tokens / self.verify_steps if self.verify_steps else None
 
+    def without(self, num_tokens: int) -> "SpeculationStats":
+        """The same, had the last verify step emitted `num_tokens` fewer."""
+        return replace(
+            self,
+            accepted_tokens=self.accepted_tokens - num_tokens,
+            emitted_tokens=self.emitted_tokens - num_tokens,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenChunk:
@@ -60,15 +68,14 @@ class TokenChunk:
 
     `first_index` is the index of `token_ids[0]` in the request's output: a receiver that already
     has it (after a replay) drops the overlap, so delivery is exactly once. A token that ended the
-    request is the last of `token_ids`. `speculation` comes with the chunk that has a
-    `finish_reason`.
+    request is the last of `token_ids`. `speculation` covers the request up to this chunk.
     """
 
     request_id: str
     first_index: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    speculation: SpeculationStats | None = None
+    speculation: SpeculationStats = SpeculationStats()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,10 +177,10 @@ def encode(message: StepPlan | StepOutput | None) -> bytes:
 
 
 def decode_plan(payload: bytes) -> StepPlan:
-    """Raises `msgspec.ValidationError` where the payload is not a plan."""
+    """Raises `msgspec.DecodeError` where the payload is not a plan."""
     return _plan_decoder.decode(payload)
 
 
 def decode_output(payload: bytes) -> StepOutput | None:
-    """None is the output of a drained pipeline. Raises `msgspec.ValidationError`."""
+    """None is the output of a drained pipeline. Raises `msgspec.DecodeError`."""
     return _output_decoder.decode(payload)

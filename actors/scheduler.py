@@ -34,7 +34,7 @@ class Scheduler:
         self.config = config
         self.stats = EngineStats()
         self.pool = PagePool(config.num_kv_pages)
-        self._ladder = BucketLadder.for_config(config)
+        self.ladder = BucketLadder.for_config(config)
         self._free_slots = list(range(config.num_slots - 1, -1, -1))
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}  # by slot, in order of admission
@@ -78,13 +78,13 @@ class Scheduler:
         if not decode and not chunks:
             return StepPlan(step=self._step)
         self._step += 1
-        width = self._ladder.prefill_width([count for _, count in chunks]) if chunks else 0
+        width = self.ladder.prefill_width([count for _, count in chunks]) if chunks else 0
         prefill = [row for slot, count in chunks for row in self._prefill_rows(slot, count, width)]
         ends = [row.position + row.num_drafts + 1 for row in decode]
         ends += [row.start + len(row.token_ids) for row in prefill]
         return StepPlan(
             step=self._step,
-            bucket=self._ladder.bucket(
+            bucket=self.ladder.bucket(
                 len(decode), len(prefill), width, -(-max(ends) // self.config.block_size)
             ),
             decode=tuple(decode),
@@ -145,7 +145,7 @@ class Scheduler:
 
     def _chunks(self, num_decode: int) -> list[tuple[int, int]]:
         """`(slot, tokens)` to prefill within what decode leaves of the token budget."""
-        budget = self.config.max_num_batched_tokens - num_decode * self._ladder.verify_width
+        budget = self.config.max_num_batched_tokens - num_decode * self.ladder.verify_width
         chunks = []
         for slot, request in self._running.items():
             count = min(request.prefill_len - request.num_computed, budget)
@@ -189,15 +189,14 @@ class Scheduler:
             request.draft_tokens += num_drafts
             request.verified_output += len(kept)
             self.stats.count_verify(num_drafts, len(kept))
-        finished = request.finish_reason is not None
-        if finished:
+        if request.finish_reason is not None:
             self._release(request)
         return TokenChunk(
             request_id=request.request_id,
             first_index=first_index,
             token_ids=kept,
             finish_reason=request.finish_reason,
-            speculation=request.speculation if finished else None,
+            speculation=request.speculation,
         )
 
     def _release(self, request: Request) -> None:
@@ -231,6 +230,9 @@ def check_request(config: EngineConfig, message: GenerateRequest) -> None:
         raise RequestRejected(
             f"temperature is {message.sampling.temperature}, only 0 is supported", "temperature"
         )
+    seed = message.sampling.seed
+    if not -(2**63) <= seed < 2**63:
+        raise RequestRejected(f"seed is {seed}, it must fit into 64 bits", "seed")
     vocab_size = config.target.vocab_size
     for token_id in message.prompt_token_ids:
         if not 0 <= token_id < vocab_size:

@@ -3,11 +3,12 @@
 Torch-free: a target/drafter pairing is judged before any process is placed or weight is read.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from models.config_fields import CheckpointRefused, Fields
 
 DraftFormat = Literal["z-lab", "speculators"]
 
@@ -24,10 +25,6 @@ _OTHER_DRAFTERS = {
     "eagle3": "EAGLE-3",
     "eagle": "EAGLE",
 }
-
-
-class CheckpointRefused(ValueError):
-    """A checkpoint, or a pairing of two, that this engine can't run exactly as trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,23 +101,18 @@ def load_target_config(directory: Path) -> TargetConfig:
 
     Raises `CheckpointRefused` naming the field where the model is not one we run.
     """
-    raw = _read_json(directory / "config.json")
-    architecture = _architecture(raw, directory)
-    if architecture not in TARGET_ARCHITECTURES:
-        raise CheckpointRefused(
-            f"{directory}: architecture {architecture!r} is not supported as a target; "
-            f"supported: {', '.join(TARGET_ARCHITECTURES)}"
-        )
-    if raw.get("quantization_config"):
-        raise CheckpointRefused(f"{directory}: quantization_config is set; only float weights load")
-    _refuse_sliding_window(raw, directory)
+    fields = Fields.read(directory / "config.json")
+    architecture = _architecture(fields, TARGET_ARCHITECTURES, "a supported target")
+    if "quantization_config" in fields:
+        raise fields.refuse("quantization_config is set; only float weights load")
+    _refuse_sliding_window(fields)
     return TargetConfig(
         architecture=architecture,
-        decoder=_decoder(raw, directory, qk_norm=architecture == "Qwen3ForCausalLM"),
-        vocab_size=_int(raw, "vocab_size", directory),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=_eos_token_ids(raw, directory),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        decoder=_decoder(fields, qk_norm=architecture == "Qwen3ForCausalLM"),
+        vocab_size=fields.integer("vocab_size"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        eos_token_ids=_eos_token_ids(fields, directory),
+        dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
     )
 
 
@@ -129,10 +121,10 @@ def load_drafter_config(directory: Path) -> DrafterConfig:
 
     Raises `CheckpointRefused` naming what is missing, or the variant we don't run.
     """
-    raw = _read_json(directory / "config.json")
-    if "speculators_config" in raw or "speculators_model_type" in raw:
-        return _speculators_drafter(raw, directory)
-    return _zlab_drafter(raw, directory)
+    fields = Fields.read(directory / "config.json")
+    if "speculators_config" in fields or "speculators_model_type" in fields:
+        return _speculators_drafter(fields)
+    return _zlab_drafter(fields)
 
 
 def check_pairing(
@@ -177,70 +169,64 @@ def check_pairing(
         )
 
 
-def _zlab_drafter(raw: Mapping[str, Any], directory: Path) -> DrafterConfig:
-    nested = raw.get("dflash_config") or {}
-    _refuse_variants({**raw, **nested}, directory)
-    architecture = _architecture(raw, directory)
-    if architecture not in DRAFTER_ARCHITECTURES:
-        raise CheckpointRefused(
-            f"{directory}: architecture {architecture!r} is not a DFlash drafter; "
-            f"supported: {', '.join(DRAFTER_ARCHITECTURES)}"
-        )
-    merged = {**raw, **nested}
-    layer_ids = _layer_ids(merged, "target_layer_ids", directory)
-    vocab_size = _int(raw, "vocab_size", directory)
-    num_target_layers = merged.get("num_target_layers")
+def _zlab_drafter(fields: Fields) -> DrafterConfig:
+    merged = fields.nested("dflash_config").over(fields)
+    _refuse_variants(merged)
+    _architecture(fields, DRAFTER_ARCHITECTURES, "a DFlash drafter")
+    vocab_size = fields.integer("vocab_size")
+    decoder = _decoder(fields, qk_norm=True)
     return DrafterConfig(
         architecture=DRAFTER_ARCHITECTURES[0],
         format="z-lab",
-        decoder=_decoder(raw, directory, qk_norm=True),
+        decoder=decoder,
         vocab_size=vocab_size,
-        draft_vocab_size=int(merged.get("draft_vocab_size") or vocab_size),
-        target_hidden_size=int(merged.get("target_hidden_size") or raw["hidden_size"]),
-        num_target_layers=None if num_target_layers is None else int(num_target_layers),
-        block_size=_block_size(merged, directory),
-        mask_token_id=_int(merged, "mask_token_id", directory),
-        capture_layer_ids=tuple(i + 1 for i in layer_ids),
+        draft_vocab_size=merged.integer("draft_vocab_size", vocab_size),
+        target_hidden_size=merged.integer("target_hidden_size", decoder.hidden_size),
+        num_target_layers=(
+            merged.integer("num_target_layers") if "num_target_layers" in merged else None
+        ),
+        block_size=merged.integer("block_size", least=2),
+        mask_token_id=merged.integer("mask_token_id", least=0),
+        capture_layer_ids=tuple(i + 1 for i in _layer_ids(merged, "target_layer_ids")),
     )
 
 
-def _speculators_drafter(raw: Mapping[str, Any], directory: Path) -> DrafterConfig:
-    layers = raw.get("transformer_layer_config")
-    if not isinstance(layers, Mapping):
-        raise CheckpointRefused(f"{directory}: transformer_layer_config is missing")
-    _refuse_variants({**layers, **raw}, directory)
-    kind = raw.get("speculators_model_type", "dflash")
+def _speculators_drafter(fields: Fields) -> DrafterConfig:
+    if "transformer_layer_config" not in fields:
+        raise fields.refuse("transformer_layer_config is missing")
+    layers = fields.nested("transformer_layer_config")
+    _refuse_variants(fields.over(layers))
+    kind = fields.text("speculators_model_type", "dflash")
     if kind != "dflash":
-        raise CheckpointRefused(f"{directory}: speculators_model_type {kind!r} is not 'dflash'")
-    decoder = _decoder(layers, directory, qk_norm=True)
-    vocab_size = _int(layers, "vocab_size", directory)
+        raise fields.refuse(f"speculators_model_type {kind!r} is not 'dflash'")
+    decoder = _decoder(layers, qk_norm=True)
+    vocab_size = layers.integer("vocab_size")
     return DrafterConfig(
         architecture=DRAFTER_ARCHITECTURES[0],
         format="speculators",
         decoder=decoder,
         vocab_size=vocab_size,
-        draft_vocab_size=int(raw.get("draft_vocab_size") or vocab_size),
-        target_hidden_size=int(raw.get("target_hidden_size") or decoder.hidden_size),
+        draft_vocab_size=fields.integer("draft_vocab_size", vocab_size),
+        target_hidden_size=fields.integer("target_hidden_size", decoder.hidden_size),
         num_target_layers=None,
-        block_size=_block_size(raw, directory),
-        mask_token_id=_int(raw, "mask_token_id", directory),
-        capture_layer_ids=_layer_ids(raw, "aux_hidden_state_layer_ids", directory),
+        block_size=fields.integer("block_size", least=2),
+        mask_token_id=fields.integer("mask_token_id", least=0),
+        capture_layer_ids=_layer_ids(fields, "aux_hidden_state_layer_ids"),
     )
 
 
-def _refuse_variants(config: Mapping[str, Any], directory: Path) -> None:
+def _refuse_variants(fields: Fields) -> None:
     """Refuse, by name, drafters whose computation differs from DFlash's."""
-    names = [str(config.get(key, "")) for key in ("speculators_model_type", "projector_type")]
-    names += [str(name) for name in config.get("architectures") or ()]
-    for name in names:
+    names = [fields.text("speculators_model_type", ""), fields.text("projector_type", "")]
+    for name in (*names, *fields.texts("architectures")):
         for prefix, label in _OTHER_DRAFTERS.items():
             if prefix in name.lower().replace("_", "").replace("-", ""):
-                raise CheckpointRefused(f"{directory}: this is a {label} drafter, not DFlash")
-    _refuse_sliding_window(config, directory)
-    if config.get("use_swa"):
-        raise CheckpointRefused(
-            f"{directory}: sliding-window drafters are not supported (use_swa is true, "
-            f"swa_window_size is {config.get('swa_window_size')})"
+                raise fields.refuse(f"this is a {label} drafter ({name}), not DFlash")
+    _refuse_sliding_window(fields)
+    if fields.flag("use_swa"):
+        raise fields.refuse(
+            "sliding-window drafters are not supported (use_swa is true, swa_window_size is "
+            f"{fields.get('swa_window_size')})"
         )
     for key, label in (
         ("causal", "causal drafters are not supported"),
@@ -250,53 +236,51 @@ def _refuse_variants(config: Mapping[str, Any], directory: Path) -> None:
         ("sample_from_anchor", "drafters that sample from the bonus position are not supported"),
         ("shift_label", "drafters with shifted labels are not supported"),
     ):
-        if config.get(key):
-            raise CheckpointRefused(f"{directory}: {label} ({key} is true)")
+        if fields.flag(key):
+            raise fields.refuse(f"{label} ({key} is true)")
 
 
-def _refuse_sliding_window(config: Mapping[str, Any], directory: Path) -> None:
-    kinds = set(config.get("layer_types") or ())
-    if config.get("use_sliding_window"):
+def _refuse_sliding_window(fields: Fields) -> None:
+    kinds = set(fields.texts("layer_types"))
+    if fields.flag("use_sliding_window"):
         kinds.add("sliding_attention")
     other = sorted(kinds - {"full_attention"})
     if other:
-        raise CheckpointRefused(
-            f"{directory}: layers of kind {', '.join(other)} are not supported, only "
-            f"full_attention (sliding_window is {config.get('sliding_window')})"
+        raise fields.refuse(
+            f"layers of kind {', '.join(other)} are not supported, only full_attention "
+            f"(sliding_window is {fields.get('sliding_window')})"
         )
 
 
-def _decoder(raw: Mapping[str, Any], directory: Path, *, qk_norm: bool) -> DecoderConfig:
-    activation = raw.get("hidden_act", "silu")
+def _decoder(fields: Fields, *, qk_norm: bool) -> DecoderConfig:
+    activation = fields.text("hidden_act", "silu")
     if activation != "silu":
-        raise CheckpointRefused(
-            f"{directory}: hidden_act {activation!r} is not supported, 'silu' is"
-        )
-    hidden_size = _int(raw, "hidden_size", directory)
-    num_heads = _int(raw, "num_attention_heads", directory)
-    num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
+        raise fields.refuse(f"hidden_act {activation!r} is not supported, 'silu' is")
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise CheckpointRefused(
-            f"{directory}: num_attention_heads {num_heads} is not a multiple of "
-            f"num_key_value_heads {num_kv_heads}"
+        raise fields.refuse(
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads "
+            f"{num_kv_heads}"
         )
     return DecoderConfig(
-        num_layers=_int(raw, "num_hidden_layers", directory),
+        num_layers=fields.integer("num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=_int(raw, "intermediate_size", directory),
+        intermediate_size=fields.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope(raw, directory),
-        attention_bias=bool(raw.get("attention_bias", False)),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=_rope(fields),
+        attention_bias=fields.flag("attention_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
         qk_norm=qk_norm,
-        max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
+        max_position_embeddings=fields.integer("max_position_embeddings", 2048),
     )
 
 
-_ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
+_ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": (
@@ -307,7 +291,7 @@ _ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
     ),
     "yarn": ("factor",),
 }
-_ROPE_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+_ROPE_OPTIONAL_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "yarn": (
         "original_max_position_embeddings",
         "beta_fast",
@@ -315,83 +299,60 @@ _ROPE_OPTIONAL: Mapping[str, tuple[str, ...]] = {
         "attention_factor",
         "mscale",
         "mscale_all_dim",
-        "truncate",
     ),
 }
 
 
-def _rope(raw: Mapping[str, Any], directory: Path) -> RopeConfig:
+def _rope(fields: Fields) -> RopeConfig:
     """theta stands beside or inside `rope_parameters` / `rope_scaling`, whichever exists."""
-    scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    if kind not in _ROPE_PARAMETERS:
-        raise CheckpointRefused(
-            f"{directory}: rope type {kind!r} is not supported; "
-            f"supported: {', '.join(_ROPE_PARAMETERS)}"
-        )
-    if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1:
-        raise CheckpointRefused(f"{directory}: partial_rotary_factor other than 1 is not supported")
-    missing = [name for name in _ROPE_PARAMETERS[kind] if scaling.get(name) is None]
+    scaling = fields.nested("rope_parameters").over(fields.nested("rope_scaling"))
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind not in _ROPE_NUMBERS:
+        supported = ", ".join(_ROPE_NUMBERS)
+        raise fields.refuse(f"rope type {kind!r} is not supported; supported: {supported}")
+    for place in (scaling, fields):
+        if place.number("partial_rotary_factor", 1.0) != 1:
+            raise fields.refuse("partial_rotary_factor other than 1 is not supported")
+    missing = [name for name in _ROPE_NUMBERS[kind] if name not in scaling]
     if missing:
-        raise CheckpointRefused(f"{directory}: rope type {kind!r} lacks {', '.join(missing)}")
-    names = _ROPE_PARAMETERS[kind] + _ROPE_OPTIONAL.get(kind, ())
+        raise fields.refuse(f"rope type {kind!r} lacks {', '.join(missing)}")
+    names = _ROPE_NUMBERS[kind] + _ROPE_OPTIONAL_NUMBERS.get(kind, ())
+    parameters: dict[str, float | bool] = {
+        name: scaling.number(name, 1.0) for name in names if name in scaling
+    }
+    if kind == "yarn" and "truncate" in scaling:
+        parameters["truncate"] = scaling.flag("truncate")
     return RopeConfig(
         kind=kind,
-        theta=theta,
-        parameters={name: scaling[name] for name in names if scaling.get(name) is not None},
+        theta=scaling.number("rope_theta", fields.number("rope_theta", 10_000.0)),
+        parameters=parameters,
     )
 
 
-def _eos_token_ids(raw: Mapping[str, Any], directory: Path) -> tuple[int, ...]:
+def _eos_token_ids(fields: Fields, directory: Path) -> tuple[int, ...]:
     """generation_config.json overrides config.json, as in transformers' `generate`."""
-    found = raw.get("eos_token_id")
-    generation = directory / "generation_config.json"
-    if generation.is_file():
-        found = _read_json(generation).get("eos_token_id", found)
-    if found is None:
-        return ()
-    return tuple(int(i) for i in found) if isinstance(found, list) else (int(found),)
+    path = directory / "generation_config.json"
+    if path.is_file() and "eos_token_id" in (generation := Fields.read(path)):
+        return generation.integers("eos_token_id")
+    return fields.integers("eos_token_id")
 
 
-def _architecture(raw: Mapping[str, Any], directory: Path) -> str:
-    architectures = list(raw.get("architectures") or [])
-    if len(architectures) != 1:
-        raise CheckpointRefused(
-            f"{directory}: architectures is {architectures!r}, need exactly one"
+def _architecture(fields: Fields, supported: tuple[str, ...], what: str) -> str:
+    names = fields.texts("architectures")
+    if len(names) != 1 or names[0] not in supported:
+        raise fields.refuse(
+            f"architectures is {list(names)}, which is not {what}; "
+            f"supported: {', '.join(supported)}"
         )
-    return str(architectures[0])
+    return names[0]
 
 
-def _layer_ids(raw: Mapping[str, Any], key: str, directory: Path) -> tuple[int, ...]:
-    ids = raw.get(key)
+def _layer_ids(fields: Fields, name: str) -> tuple[int, ...]:
+    ids = fields.integers(name)
     if not ids:
-        raise CheckpointRefused(f"{directory}: {key} is missing, and it can't be guessed")
+        raise fields.refuse(f"{name} is missing, and it can't be guessed")
+    if not isinstance(fields.get(name), list):
+        raise fields.refuse(f"{name} is {ids[0]}, not a list")
     if list(ids) != sorted(set(ids)):
-        raise CheckpointRefused(f"{directory}: {key} {ids} is not strictly ascending")
-    return tuple(int(i) for i in ids)
-
-
-def _block_size(raw: Mapping[str, Any], directory: Path) -> int:
-    block_size = _int(raw, "block_size", directory)
-    if block_size < 2:
-        raise CheckpointRefused(f"{directory}: block_size is {block_size}, at least 2 is needed")
-    return block_size
-
-
-def _int(raw: Mapping[str, Any], key: str, directory: Path) -> int:
-    if raw.get(key) is None:
-        raise CheckpointRefused(f"{directory}: {key} is missing, and it can't be guessed")
-    return int(raw[key])
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointRefused(f"{path.parent}: {path.name} is missing") from None
-    except json.JSONDecodeError as error:
-        raise CheckpointRefused(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise CheckpointRefused(f"{path}: not a JSON object")
-    return raw
+        raise fields.refuse(f"{name} {list(ids)} is not strictly ascending")
+    return ids

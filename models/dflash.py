@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import block_attention
-from models.config import CheckpointRefused, DrafterConfig
+from models.config import DrafterConfig
+from models.config_fields import CheckpointRefused
 from models.kv_cache import KVSpec, LayerKV
 from models.layers import LMHead, decoder_stack, rms_norm
 from models.parallel import TensorParallel, even_part

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from models.config import CheckpointRefused
+from models.config_fields import CheckpointRefused
 from models.parallel import Part
 
 

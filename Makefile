@@ -1,0 +1,35 @@
+# Everything works from a fresh machine with Python 3.11, a C++ compiler and make.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= serve_config.yaml
+# Serve's own settings for token streams: user code runs on the replica's main loop.
+SERVE_ENV := RAY_SERVE_THROUGHPUT_OPTIMIZED=1 PYTHONPATH=$(CURDIR)
+
+.PHONY: serve test check demo install clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
+	touch $@
+
+demo: install
+	$(BIN)/python -m deploy.demo
+
+serve: demo
+	$(BIN)/python -m deploy.check $(CONFIG)
+	exec env $(SERVE_ENV) $(BIN)/serve run $(CONFIG)
+
+test: demo
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest $(TESTS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,86 @@
+"""Puts an engine's shards on the cluster and drives them with actor calls.
+
+Not with a compiled graph: its channel reads spin, so a shard that waits for its next plan and a
+router that waits for an output each keep a core busy, which are the cores a CPU shard computes
+with (docs/decisions.md has the measurement). What a plain call costs more is a fraction of a step.
+"""
+
+import logging
+
+import ray
+from ray.actor import ActorProxy
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.config import EngineConfig
+from actors.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+# The router itself mostly waits; its share only has to exist.
+ROUTER_CPUS = 0.1
+
+
+def bundles(config: EngineConfig) -> list[dict[str, float]]:
+    """One engine's placement group: the router in bundle 0, rank r in bundle 1 + r."""
+    shard = {"CPU": config.cpus_per_shard}
+    return [{"CPU": ROUTER_CPUS}, *[shard] * config.tensor_parallel_size]
+
+
+class _RayShard(Shard):
+    """A shard as an actor: it answers `ping` during a step, and knows its node's address."""
+
+    @ray.method(concurrency_group="health")
+    def ping(self) -> int:
+        return super().ping()
+
+    def node_rendezvous(self) -> str:
+        return self.rendezvous(ray.util.get_node_ip_address())
+
+
+class RayShardGroup:
+    """A `ShardGroup` of Ray actors, one per rank."""
+
+    def __init__(self, config: EngineConfig, group: PlacementGroup) -> None:
+        """Place and load every rank. Raises what a rank raised, with all ranks ended."""
+        self._timeout_s = config.step_timeout_s
+        actor = ray.remote(_RayShard)
+        self.actors: list[ActorProxy[_RayShard]] = [
+            actor.options(
+                num_cpus=config.cpus_per_shard,
+                max_restarts=0,
+                # Spinning at the end of every parallel region helps only while nobody else wants
+                # the core; proxies, server and router do, and a step then takes ten times as long.
+                runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}},
+                concurrency_groups={"health": 1},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=1 + rank
+                ),
+            ).remote(config, rank)
+            for rank in range(config.tensor_parallel_size)
+        ]
+        try:
+            rendezvous = None
+            if len(self.actors) > 1:
+                rendezvous = ray.get(self.actors[0].node_rendezvous.remote())
+            ray.get([shard.load.remote(rendezvous) for shard in self.actors])
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, payload: bytes) -> bytes:
+        """See `ShardGroup.step`; every rank computes the same output, rank 0's is returned.
+
+        Raises `ray.exceptions.RayError` where a rank died or missed its deadline, or what a rank's
+        step raised.
+        """
+        outputs = [shard.step.remote(payload) for shard in self.actors]
+        # All are waited for: a dead rank shows here, not as a step of the others that never ends.
+        results: list[bytes] = ray.get(outputs, timeout=self._timeout_s)
+        return results[0]
+
+    def close(self) -> None:
+        """Kill every rank: one that waits in a collective for a dead peer would never end."""
+        actors, self.actors = self.actors, []
+        for shard in actors:
+            ray.kill(shard)

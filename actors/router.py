@@ -1,0 +1,139 @@
+"""The Router: a Serve replica that is one engine, its step loop on a thread of its own."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+
+from ray.util import get_current_placement_group
+
+from actors.config import EngineConfig
+from actors.engine import Engine
+from actors.errors import EngineDead
+from actors.messages import GenerateRequest, TokenChunk
+from actors.metrics import EngineMetrics
+from actors.placement import RayShardGroup
+
+logger = logging.getLogger("ray.serve")
+
+_METRICS_PERIOD_S = 1.0
+
+
+class Router:
+    """Streams tokens for requests; `app.main` deploys it with `actors.placement.bundles`.
+
+    A lost shard ends every stream with `EngineDead` and makes the replica unhealthy, so that Serve
+    replaces it, shards included.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Returns once every rank is loaded and warm. Raises what a rank raised."""
+        self._config = config
+        self._streams: dict[str, asyncio.Queue[TokenChunk | EngineDead]] = {}
+        self._failure: EngineDead | None = None
+        self._group = get_current_placement_group()
+        # Where streams are served; known with the first request.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._publisher: asyncio.Task[None] | None = None
+        ready: Future[tuple[Engine, RayShardGroup]] = Future()
+        self._thread = threading.Thread(target=self._drive, args=(ready,), name="engine")
+        self._thread.start()
+        self._engine, self._shards = ready.result()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """At most one chunk per step, the last with a `finish_reason`.
+
+        Closing the iterator aborts the request. Raises `RequestRejected` where it could never be
+        served and `EngineDead` where the engine is lost.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._publisher = self._loop.create_task(self._publish_metrics())
+        queue: asyncio.Queue[TokenChunk | EngineDead] = asyncio.Queue()
+        self._engine.add(request)
+        self._streams[request.request_id] = queue
+        try:
+            while True:
+                item = await queue.get()
+                if isinstance(item, EngineDead):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            del self._streams[request.request_id]
+            self._engine.abort(request.request_id)
+
+    async def check(self) -> None:
+        """Raises `EngineDead` where a rank or the loop is gone."""
+        if self._failure is None and not self._thread.is_alive():
+            self._fail(EngineDead("the engine's loop has ended"))
+        if self._failure is None:
+            try:
+                await asyncio.gather(*(shard.ping.remote() for shard in self._shards.actors))
+            except Exception as error:
+                self._fail(EngineDead(f"a shard does not answer: {type(error).__name__}"))
+        if self._failure is not None:
+            raise self._failure
+
+    async def free_pages(self) -> tuple[int, int]:
+        """KV pages that are free, and all that requests could have."""
+        pool = self._engine.scheduler.pool
+        return pool.num_free, pool.num_usable
+
+    async def check_health(self) -> None:
+        """Serve's own health check."""
+        await self.check()
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica is shut down in good order."""
+        if self._publisher is not None:
+            self._publisher.cancel()
+        self._engine.stop()
+        await asyncio.to_thread(self._thread.join)
+
+    def _drive(self, ready: "Future[tuple[Engine, RayShardGroup]]") -> None:
+        """The engine's thread: places the shards, steps them, ends them."""
+        try:
+            shards = RayShardGroup(self._config, self._group)
+        except Exception as error:
+            ready.set_exception(error)
+            return
+        engine = Engine(self._config, shards, self._deliver)
+        try:
+            engine.warm_up()
+            ready.set_result((engine, shards))
+            engine.run()
+        except Exception as error:
+            logger.exception("the engine is lost")
+            dead = error if isinstance(error, EngineDead) else EngineDead(f"loop crashed: {error}")
+            if not ready.done():
+                ready.set_exception(dead)
+            elif self._loop is not None:
+                self._loop.call_soon_threadsafe(self._fail, dead)
+        finally:
+            shards.close()
+
+    def _fail(self, error: EngineDead) -> None:
+        self._failure = error
+        for queue in self._streams.values():
+            queue.put_nowait(error)
+
+    def _deliver(self, chunks: list[TokenChunk]) -> None:
+        assert self._loop is not None, "a request has come through generate()"
+        self._loop.call_soon_threadsafe(self._dispatch, chunks)
+
+    def _dispatch(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            # A stream that is gone has aborted its request; this step was planned before that.
+            if queue := self._streams.get(chunk.request_id):
+                queue.put_nowait(chunk)
+
+    async def _publish_metrics(self) -> None:
+        metrics = EngineMetrics(self._config.served_model_name)
+        while True:
+            await asyncio.sleep(_METRICS_PERIOD_S)
+            metrics.publish(self._engine.scheduler.stats)

@@ -1,0 +1,208 @@
+"""OpenAI's API over HTTP, on top of the service. Request ids (`x-request-id`) are Serve's work."""
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actors.errors import EngineDead
+from app import openai, responses
+from app.errors import to_fault
+from app.generation import Chat, Delta, Generation, GenerationInput
+from app.service import Service
+from app.sse import ChunkEvents, error_event
+
+logger = logging.getLogger(__name__)
+
+# OpenAI's default for completions; a chat gets all that fits.
+_COMPLETION_MAX_TOKENS = 16
+_HEALTH_TIMEOUT_S = 10.0
+
+
+class HttpApi:
+    """The endpoints. `check` returns where the engine is healthy, and raises where it is not."""
+
+    def __init__(self, service: Service, check: Callable[[], Awaitable[None]]) -> None:
+        self._service = service
+        self._check = check
+        self._started_at = int(time.time())
+
+    def build(self) -> FastAPI:
+        """The ASGI application. Whatever goes wrong, it answers in OpenAI's shape."""
+        app = FastAPI(title="dflash-serve", redoc_url=None)
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", self.models, methods=["GET"])
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_exception_handler(RequestValidationError, _invalid_body)
+        app.add_exception_handler(HTTPException, _no_such_route)
+        app.add_middleware(_FaultMiddleware)
+        return app
+
+    async def chat(self, body: openai.ChatRequest, request: Request) -> Response:
+        messages = tuple(message.for_template() for message in body.messages)
+        return await self._answer(body, Chat(messages), request)
+
+    async def complete(self, body: openai.CompletionRequest, request: Request) -> Response:
+        prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
+        return await self._answer(body, prompt, request)
+
+    async def models(self) -> responses.ModelList:
+        card = responses.ModelCard(
+            id=self._service.model_name,
+            created=self._started_at,
+            max_model_len=self._service.max_model_len,
+        )
+        return responses.ModelList(data=[card])
+
+    async def health(self) -> dict[str, str]:
+        """Raises `EngineDead` where the engine is not healthy, or does not say so in time."""
+        try:
+            await asyncio.wait_for(self._check(), _HEALTH_TIMEOUT_S)
+        except Exception as error:  # whatever the reason, it can't serve
+            logger.warning("the engine is not healthy: %r", error)
+            raise EngineDead("the engine is not healthy") from error
+        return {"status": "ok"}
+
+    async def _answer(
+        self,
+        body: openai.GenerationRequest,
+        prompt: str | tuple[int, ...] | Chat,
+        request: Request,
+    ) -> Response:
+        self._service.check_model(body.model)
+        chat = isinstance(prompt, Chat)
+        max_tokens_param, max_tokens = body.limit
+        generation = await self._service.start(
+            GenerationInput(
+                request_id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+                prompt=prompt,
+                max_tokens=max_tokens,
+                max_tokens_param=max_tokens_param,
+                default_max_tokens=None if chat else _COMPLETION_MAX_TOKENS,
+                stop=body.stop_strings,
+                stop_token_ids=tuple(body.stop_token_ids or ()),
+                ignore_eos=bool(body.ignore_eos),
+                seed=body.seed or 0,
+            )
+        )
+        id, created, model = generation.request_id, int(time.time()), self._service.model_name
+        if body.stream:
+            include_usage = body.include_usage
+            events = ChunkEvents(
+                id=id, created=created, model=model, chat=chat, include_usage=include_usage
+            )
+            # Until the first token is there, an error can still have a status of its own.
+            first = await anext(generation.deltas)
+            stream = _events(first, generation, events, _request_id(request))
+            return _EventStream(stream, generation)
+        result = await generation.result()
+        respond = responses.chat_completion if chat else responses.completion
+        answer = respond(id=id, created=created, model=model, result=result)
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+
+class _EventStream(StreamingResponse):
+    """Closes the generation when it ends, however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], generation: Generation) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache"})
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._generation.deltas.aclose()
+
+
+async def _events(
+    first: Delta, generation: Generation, events: ChunkEvents, request_id: str
+) -> AsyncGenerator[str, None]:
+    opening = events.opening()
+    if opening:
+        yield opening
+    try:
+        delta = first
+        while True:
+            if delta.text:
+                yield events.text(delta.text)
+            if delta.finish:
+                break
+            delta = await anext(generation.deltas)
+        yield events.closing(delta.finish.reason, delta.finish.usage)
+    except Exception as error:  # the status is out, so the stream has to say it
+        yield error_event(to_fault(error, request_id))
+
+
+class _FaultMiddleware:
+    """Answers with the table's fault where the application raised before it answered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answered = False
+
+        async def watch(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception as error:
+            if answered:
+                raise
+            await _fault_response(error, HTTPConnection(scope))(scope, receive, send)
+
+
+async def _invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = [{**e, "loc": e["loc"][1:]} for e in error.errors()]  # each begins with "body"
+    return _fault_response(openai.rejection(found), request)
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    """404, 405, and bodies that are not even text: the router's own errors have a status."""
+    assert isinstance(error, HTTPException)
+    detail = responses.ErrorDetail(
+        message=f"{error.detail} ({request.method} {request.url.path})",
+        type="invalid_request_error",
+        param=None,
+        code=None,
+    )
+    return _error_response(responses.ErrorBody(error=detail), error.status_code, error.headers)
+
+
+def _fault_response(error: Exception, connection: HTTPConnection) -> Response:
+    fault = to_fault(error, _request_id(connection))
+    wait_s = fault.kind.retry_after_s
+    headers = None if wait_s is None else {"retry-after": str(wait_s)}
+    return _error_response(responses.error_body(fault), fault.kind.http_status, headers)
+
+
+def _error_response(
+    body: responses.ErrorBody, status: int, headers: Mapping[str, str] | None
+) -> Response:
+    """ASCII only: a message may quote what the client sent, be it valid Unicode or not."""
+    content = json.dumps(body.model_dump())
+    return Response(content, status, headers, media_type="application/json")
+
+
+def _request_id(connection: HTTPConnection) -> str:
+    return connection.headers.get("x-request-id", "without id")

@@ -1,0 +1,181 @@
+import dataclasses
+import pickle
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.messages import (
+    Bucket,
+    DecodeRow,
+    GenerateRequest,
+    PageUpdate,
+    PrefillRow,
+    SamplingParams,
+    SpeculationStats,
+    StepOutput,
+    StepPlan,
+    TokenChunk,
+    decode_output,
+    decode_plan,
+    encode,
+)
+
+counts = st.integers(0, 2**31 - 1)
+seeds = st.integers(-(2**63), 2**63 - 1)
+temperatures = st.floats(0, 2)
+token_ids = st.lists(counts, max_size=6).map(tuple)
+buckets = st.builds(
+    Bucket,
+    decode_rows=counts,
+    verify_width=counts,
+    prefill_rows=counts,
+    prefill_width=counts,
+    context_pages=counts,
+)
+decode_rows = st.builds(
+    DecodeRow,
+    slot=counts,
+    position=counts,
+    num_drafts=counts,
+    propose=st.booleans(),
+    prev_in_flight=st.booleans(),
+    temperature=temperatures,
+    seed=seeds,
+)
+prefill_rows = st.builds(
+    PrefillRow,
+    slot=counts,
+    start=counts,
+    token_ids=token_ids,
+    fresh=st.booleans(),
+    last=st.booleans(),
+    propose=st.booleans(),
+    temperature=temperatures,
+    seed=seeds,
+)
+plans = st.builds(
+    StepPlan,
+    step=counts,
+    bucket=st.none() | buckets,
+    decode=st.lists(decode_rows, max_size=3).map(tuple),
+    prefill=st.lists(prefill_rows, max_size=3).map(tuple),
+    page_updates=st.lists(
+        st.builds(PageUpdate, slot=counts, first=counts, pages=token_ids), max_size=3
+    ).map(tuple),
+)
+outputs = st.builds(
+    StepOutput,
+    step=counts,
+    sampled=st.lists(token_ids, max_size=4).map(tuple),
+    num_drafts=token_ids,
+)
+
+
+@given(plans)
+def test_plans_survive_the_wire(plan: StepPlan) -> None:
+    assert decode_plan(encode(plan)) == plan
+
+
+@given(st.none() | outputs)
+def test_outputs_survive_the_wire(output: StepOutput | None) -> None:
+    assert decode_output(encode(output)) == output
+
+
+@given(plans.filter(lambda plan: plan.decode or plan.prefill), st.data())
+def test_a_truncated_message_is_rejected(plan: StepPlan, data: st.DataObject) -> None:
+    payload = encode(plan)
+    cut = data.draw(st.integers(0, len(payload) - 1))
+    with pytest.raises(msgspec.DecodeError):
+        decode_plan(payload[:cut])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        7,
+        [],
+        {},
+        {"step": "1"},
+        {"step": 1, "bucket": {"decode_rows": 1}},
+        {"step": 1, "decode": [{"slot": 0}]},
+        {"step": 1, "prefill": 3},
+        {"step": 1, "page_updates": [{"slot": 0, "first": 0, "pages": [1.5]}]},
+    ],
+)
+def test_what_is_not_a_plan_is_rejected(value: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        decode_plan(msgspec.msgpack.encode(value))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [7, [], {}, {"step": None}, {"step": 1, "sampled": [1]}, {"step": 1, "num_drafts": [None]}],
+)
+def test_what_is_not_an_output_is_rejected(value: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        decode_output(msgspec.msgpack.encode(value))
+
+
+def test_a_full_decode_step_is_small() -> None:
+    rows = tuple(
+        DecodeRow(
+            slot=i,
+            position=8000 + i,
+            num_drafts=9,
+            propose=True,
+            prev_in_flight=True,
+            temperature=0.7,
+            seed=2**62 + i,
+        )
+        for i in range(8)
+    )
+    bucket = Bucket(
+        decode_rows=8, verify_width=10, prefill_rows=4, prefill_width=64, context_pages=512
+    )
+    prefill = tuple(
+        PrefillRow(
+            slot=8,
+            start=64 * i,
+            token_ids=tuple(range(150_000, 150_064)),
+            fresh=i == 0,
+            last=i == 3,
+            propose=True,
+            temperature=0.7,
+            seed=2**62,
+        )
+        for i in range(4)
+    )
+    plan = StepPlan(step=10**6, bucket=bucket, decode=rows, prefill=prefill)
+    assert len(encode(plan)) < 4096
+    output = StepOutput(
+        step=10**6, sampled=(tuple(range(150_000, 150_010)),) * 8, num_drafts=(9,) * 8
+    )
+    assert len(encode(output)) < 4096
+
+
+def test_bucket_counts_both_grids() -> None:
+    bucket = Bucket(
+        decode_rows=4, verify_width=10, prefill_rows=2, prefill_width=64, context_pages=9
+    )
+    assert bucket.num_tokens == 4 * 10 + 2 * 64
+
+
+def test_acceptance_length_is_tokens_per_verify_step() -> None:
+    stats = SpeculationStats(verify_steps=4, draft_tokens=36, accepted_tokens=6, emitted_tokens=10)
+    assert stats.mean_acceptance_length == 2.5
+    assert SpeculationStats().mean_acceptance_length is None
+
+
+def test_messages_cross_ray_and_stay_frozen() -> None:
+    request = GenerateRequest(
+        request_id="a", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=3)
+    )
+    chunk = TokenChunk(request_id="a", first_index=0, token_ids=(4,))
+    for message in (request, chunk):
+        assert pickle.loads(pickle.dumps(message)) == message
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            message.request_id = "b"  # type: ignore[misc]

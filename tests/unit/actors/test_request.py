@@ -1,0 +1,73 @@
+import pytest
+
+from actors.messages import FinishReason
+from actors.request import Request
+from tests.unit.actors.builders import generate_request
+
+K = 9
+STOP = 50
+PROMPT_LEN = 5
+
+
+def request(max_tokens: int, stops: frozenset[int] = frozenset({STOP})) -> Request:
+    return Request(
+        message=generate_request(prompt=PROMPT_LEN, max_tokens=max_tokens),
+        stop_token_ids=stops,
+        max_len=PROMPT_LEN + max_tokens,
+    )
+
+
+def run_of(length: int, stop_at: int | None = None) -> tuple[int, ...]:
+    return tuple(STOP if i == stop_at else 10 + i for i in range(length))
+
+
+@pytest.mark.parametrize("offset", range(K + 1))
+def test_a_stop_token_ends_the_run_at_every_offset(offset: int) -> None:
+    r = request(max_tokens=100)
+    run = run_of(K + 1, stop_at=offset)
+    assert r.append(run) == run[: offset + 1]
+    assert r.finish_reason == "stop"
+    assert r.output_token_ids == list(run[: offset + 1])
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, K, K + 1])
+def test_the_limit_ends_the_run(max_tokens: int) -> None:
+    r = request(max_tokens)
+    assert r.append(run_of(K + 1)) == run_of(K + 1)[:max_tokens]
+    assert r.finish_reason == "length"
+    assert r.num_left == 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, K, K + 1])
+@pytest.mark.parametrize("offset", range(K + 1))
+def test_the_earlier_end_names_the_reason(max_tokens: int, offset: int) -> None:
+    r = request(max_tokens)
+    reason: FinishReason = "stop" if offset < max_tokens else "length"
+    kept = run_of(K + 1, stop_at=offset)[: min(offset + 1, max_tokens)]
+    assert r.append(run_of(K + 1, stop_at=offset)) == kept
+    assert r.finish_reason == reason
+
+
+def test_a_run_short_of_every_end_is_taken_whole() -> None:
+    r = request(max_tokens=K + 2)
+    assert r.append(run_of(K + 1)) == run_of(K + 1)
+    assert r.finish_reason is None
+    assert (r.num_tokens, r.num_left) == (PROMPT_LEN + K + 1, 1)
+
+
+def test_ends_are_counted_over_several_runs() -> None:
+    r = request(max_tokens=5)
+    assert r.append((10, 11, 12)) == (10, 11, 12)
+    assert r.append((13, 14, STOP)) == (13, 14)
+    assert r.finish_reason == "length"
+
+
+def test_the_first_of_several_stop_tokens_counts() -> None:
+    r = request(max_tokens=100, stops=frozenset({STOP, 11}))
+    assert r.append((10, 11, STOP)) == (10, 11)
+
+
+def test_without_stop_tokens_only_the_limit_ends() -> None:
+    r = request(max_tokens=3, stops=frozenset())
+    assert r.append((STOP, STOP, STOP, STOP)) == (STOP, STOP, STOP)
+    assert r.finish_reason == "length"

@@ -1,0 +1,152 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.messages import Bucket, DecodeRow, PageUpdate, PrefillRow, StepPlan
+from actors.shard_inputs import step_inputs, write_page_updates
+from models.state import SlotState
+
+SCRATCH = 9
+small = st.integers(0, 8)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    width = draw(st.integers(1, 5))
+    decode = draw(
+        st.lists(
+            st.builds(
+                DecodeRow,
+                slot=small,
+                position=st.integers(0, 10_000),
+                num_drafts=small,
+                propose=st.booleans(),
+                prev_in_flight=st.booleans(),
+            ),
+            max_size=3,
+        )
+    )
+    prefill = draw(
+        st.lists(
+            st.builds(
+                PrefillRow,
+                slot=small,
+                start=st.integers(0, 10_000),
+                token_ids=st.lists(st.integers(0, 200_000), min_size=1, max_size=width).map(tuple),
+                fresh=st.booleans(),
+                last=st.booleans(),
+                propose=st.booleans(),
+            ),
+            max_size=3,
+        )
+    )
+    bucket = Bucket(
+        decode_rows=len(decode) + draw(st.integers(0, 2)),
+        verify_width=draw(st.integers(1, 10)),
+        prefill_rows=len(prefill) + draw(st.integers(0, 2)),
+        prefill_width=width,
+        context_pages=draw(st.integers(1, 10)),
+    )
+    return StepPlan(step=1, bucket=bucket, decode=tuple(decode), prefill=tuple(prefill))
+
+
+@given(plans())
+def test_decode_rows_then_padding(plan: StepPlan) -> None:
+    assert plan.bucket is not None
+    inputs = step_inputs(plan, SCRATCH)
+    size = plan.bucket.decode_rows
+    columns = (
+        (inputs.decode_slots, torch.int32),
+        (inputs.decode_positions, torch.int32),
+        (inputs.decode_num_drafts, torch.int32),
+        (inputs.decode_in_flight, torch.bool),
+        (inputs.decode_propose, torch.bool),
+        (inputs.decode_valid, torch.bool),
+    )
+    for tensor, dtype in columns:
+        assert tensor.dtype == dtype
+        assert tensor.shape == (size,)
+    for i in range(size):
+        found = tuple(tensor[i].item() for tensor, _ in columns)
+        if i < len(plan.decode):
+            row = plan.decode[i]
+            expected: tuple[int, ...] = (
+                row.slot,
+                row.position,
+                row.num_drafts,
+                row.prev_in_flight,
+                row.propose,
+                True,
+            )
+        else:
+            expected = (SCRATCH, 0, 0, False, False, False)
+        assert found == expected
+
+
+@given(plans())
+def test_prefill_rows_then_padding(plan: StepPlan) -> None:
+    assert plan.bucket is not None
+    inputs = step_inputs(plan, SCRATCH)
+    size, width = plan.bucket.prefill_rows, plan.bucket.prefill_width
+    columns = (
+        (inputs.prefill_slots, torch.int32),
+        (inputs.prefill_starts, torch.int32),
+        (inputs.prefill_counts, torch.int32),
+        (inputs.prefill_fresh, torch.bool),
+        (inputs.prefill_last, torch.bool),
+        (inputs.prefill_propose, torch.bool),
+    )
+    for tensor, dtype in columns:
+        assert tensor.dtype == dtype
+        assert tensor.shape == (size,)
+    assert inputs.prefill_tokens.dtype == torch.int32
+    assert inputs.prefill_tokens.shape == (size, width)
+    for i in range(size):
+        found = tuple(tensor[i].item() for tensor, _ in columns)
+        tokens = [0] * width
+        if i < len(plan.prefill):
+            row = plan.prefill[i]
+            expected: tuple[int, ...] = (
+                row.slot,
+                row.start,
+                len(row.token_ids),
+                row.fresh,
+                row.last,
+                row.propose,
+            )
+            for j, token_id in enumerate(row.token_ids):
+                tokens[j] = token_id
+        else:
+            expected = (SCRATCH, 0, 0, False, False, False)
+        assert found == expected
+        assert inputs.prefill_tokens[i].tolist() == tokens
+
+
+@given(plans())
+def test_the_bucket_fixes_the_rest(plan: StepPlan) -> None:
+    assert plan.bucket is not None
+    inputs = step_inputs(plan, SCRATCH)
+    assert inputs.verify_width == plan.bucket.verify_width
+    assert inputs.context_pages == plan.bucket.context_pages
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 5), st.lists(st.integers(1, 99), max_size=3)),
+        max_size=6,
+    )
+)
+def test_page_updates_change_only_their_entries(updates: list[tuple[int, int, list[int]]]) -> None:
+    state = SlotState.allocate(num_slots=3, num_drafts=2, num_pages=8)
+    expected = [[0] * 8 for _ in range(4)]
+    for slot, first, pages in updates:
+        for i, page in enumerate(pages):
+            expected[slot][first + i] = page
+    plan = StepPlan(
+        step=1,
+        page_updates=tuple(
+            PageUpdate(slot=slot, first=first, pages=tuple(pages)) for slot, first, pages in updates
+        ),
+    )
+    write_page_updates(plan, state)
+    assert state.block_table.tolist() == expected

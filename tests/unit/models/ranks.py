@@ -1,0 +1,178 @@
+"""Ranks in threads of this process, and models loaded without the engine."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from models.attention import causal_grid
+from models.config import load_drafter_config, load_target_config
+from models.dflash import DFlashDrafter
+from models.kv_cache import LayerKV, allocate
+from models.parallel import TensorParallel
+from models.state import SlotState
+from models.steps import ModelRank
+from models.target import Target
+from models.weights import CheckpointReader
+
+T = TypeVar("T")
+ONE = TensorParallel()
+
+
+class Exchange:
+    """Where the threads of one group swap tensors; `operands` are all that was ever swapped."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.parts: list[Tensor | None] = [None] * size
+        self.operands: list[Tensor] = []
+
+    def swap(self, rank: int, x: Tensor) -> list[Tensor]:
+        """Every rank's tensor, rank 0 first."""
+        self.parts[rank] = x
+        self.barrier.wait()
+        parts = list(self.parts)
+        if rank == 0:
+            self.operands += parts
+        self.barrier.wait()
+        return cast(list[Tensor], parts)
+
+
+@dataclass(frozen=True)
+class ThreadRank(TensorParallel):
+    """A `TensorParallel` whose other ranks are threads."""
+
+    exchange: Exchange = field(default_factory=lambda: Exchange(1))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self.exchange.swap(self.rank, x)).sum(0)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.exchange.swap(self.rank, x), dim)
+
+
+def fake_rank(rank: int, size: int) -> TensorParallel:
+    """A rank that never communicates."""
+    return TensorParallel(rank, size, cast(Any, object()) if size > 1 else None)
+
+
+def run_ranks(
+    size: int, work: Callable[[TensorParallel], T], operands: list[Tensor] | None = None
+) -> list[T]:
+    """What `work(tp)` returned on every rank of a group of threads.
+
+    Appends what the ranks communicated to `operands`. Raises what a rank raised.
+    """
+    exchange = Exchange(size)
+
+    def run(rank: int) -> T:
+        tp = ONE if size == 1 else ThreadRank(rank, size, cast(Any, object()), exchange)
+        try:
+            with torch.inference_mode():
+                return work(tp)
+        except BaseException:
+            exchange.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [e for e in (future.exception() for future in futures) if e is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    if operands is not None:
+        operands += exchange.operands
+    return [future.result() for future in futures]
+
+
+def load_target_rank(
+    directory: Path,
+    *,
+    tp: TensorParallel = ONE,
+    num_positions: int = 64,
+    capture: Sequence[int] = (),
+    reader: CheckpointReader | None = None,
+) -> Target:
+    """One float32 rank of the target in `directory`."""
+    with nullcontext(reader) if reader else CheckpointReader(directory) as reader:
+        return Target(
+            load_target_config(directory),
+            tp,
+            reader,
+            dtype=torch.float32,
+            num_positions=num_positions,
+            capture_layer_ids=capture,
+        )
+
+
+def load_drafter_rank(
+    directory: Path,
+    target: Target,
+    *,
+    tp: TensorParallel = ONE,
+    num_positions: int = 64,
+    reader: CheckpointReader | None = None,
+) -> DFlashDrafter:
+    """One float32 rank of the drafter in `directory`, bound."""
+    with nullcontext(reader) if reader else CheckpointReader(directory) as reader:
+        drafter = DFlashDrafter(
+            load_drafter_config(directory),
+            tp,
+            reader,
+            target,
+            dtype=torch.float32,
+            num_positions=num_positions,
+        )
+    drafter.bind()
+    return drafter
+
+
+def load_model_rank(
+    target_dir: Path,
+    drafter_dir: Path | None,
+    *,
+    tp: TensorParallel = ONE,
+    page_size: int = 4,
+    num_slots: int = 3,
+    max_model_len: int = 64,
+) -> ModelRank:
+    """One float32 rank; slot `s` owns the pages from `1 + s * pages per request` on."""
+    capture = load_drafter_config(drafter_dir).capture_layer_ids if drafter_dir else ()
+    target = load_target_rank(target_dir, tp=tp, num_positions=max_model_len, capture=capture)
+    drafter, num_drafts, specs = None, 0, target.kv_specs()
+    num_target = len(specs)
+    if drafter_dir is not None:
+        drafter = load_drafter_rank(drafter_dir, target, tp=tp, num_positions=max_model_len)
+        num_drafts = drafter.config.num_drafts
+        specs = specs + drafter.kv_specs()
+    pages = -(-max_model_len // page_size)
+    kv = allocate(specs, 1 + num_slots * pages, page_size)
+    state = SlotState.allocate(num_slots, num_drafts, pages)
+    state.block_table[:num_slots] = 1 + torch.arange(num_slots * pages).view(num_slots, pages)
+    return ModelRank(
+        target=target,
+        drafter=drafter,
+        target_kv=kv[:num_target],
+        drafter_kv=kv[num_target:],
+        state=state,
+        vocab_size=load_target_config(target_dir).vocab_size,
+    )
+
+
+def feed(
+    target: Target, kv: Sequence[LayerKV], table: Tensor, token_ids: Sequence[int], start: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Run tokens at positions `start ..` of the request with the pages `table [pages]`."""
+    page_size = kv[0].page_size
+    positions = torch.arange(start, start + len(token_ids), dtype=torch.int32)
+    slots = table[positions // page_size] * page_size + positions % page_size
+    grid = causal_grid(table.unsqueeze(0), positions.unsqueeze(0), page_size)
+    tokens = torch.tensor(token_ids, dtype=torch.int32)
+    hidden, aux = target(tokens, positions, slots, [grid], kv)
+    return hidden, aux
