@@ -3,8 +3,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= serve_config.yaml
-# Serve's own settings for token streams: user code runs on the replica's main loop.
-SERVE_ENV := RAY_SERVE_THROUGHPUT_OPTIMIZED=1 PYTHONPATH=$(CURDIR)
+# Serve's settings for token streams, without the two of them that don't suit us: replicas would
+# listen on ports of their own (and take 30 s to stop), and their logs would be hidden.
+SERVE_ENV := RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_ENABLE_DIRECT_INGRESS=0 \
+	RAY_SERVE_LOG_TO_STDERR=1 PYTHONPATH=$(CURDIR)
 
 .PHONY: serve test check demo install clean
 
@@ -23,7 +25,7 @@ serve: demo
 	exec env $(SERVE_ENV) $(BIN)/serve run $(CONFIG)
 
 test: demo
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest $(TESTS)
+	GOMP_SPINCOUNT=1000 $(BIN)/pytest $(TESTS)
 
 check: install
 	$(BIN)/ruff check .

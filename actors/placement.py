@@ -44,15 +44,15 @@ class RayShardGroup:
     def __init__(self, config: EngineConfig, group: PlacementGroup) -> None:
         """Place and load every rank. Raises what a rank raised, with all ranks ended."""
         self._timeout_s = config.step_timeout_s
-        actor = ray.remote(_RayShard)
+        actor = ray.remote(concurrency_groups={"health": 1})(_RayShard)
         self.actors: list[ActorProxy[_RayShard]] = [
             actor.options(
                 num_cpus=config.cpus_per_shard,
                 max_restarts=0,
-                # Spinning at the end of every parallel region helps only while nobody else wants
-                # the core; proxies, server and router do, and a step then takes ten times as long.
-                runtime_env={"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}},
-                concurrency_groups={"health": 1},
+                # Spinning long at the end of every parallel region helps only while nobody else
+                # wants the core; proxies, server and router do, and a step then takes ten times
+                # as long (docs/decisions.md).
+                runtime_env={"env_vars": {"GOMP_SPINCOUNT": "1000"}},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=1 + rank
                 ),

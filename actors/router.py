@@ -92,7 +92,8 @@ class Router:
         """Serve awaits this when the replica is shut down in good order."""
         if self._publisher is not None:
             self._publisher.cancel()
-        self._engine.stop()
+        if hasattr(self, "_engine"):  # Serve comes here after a failed __init__ too
+            self._engine.stop()
         await asyncio.to_thread(self._thread.join)
 
     def _drive(self, ready: "Future[tuple[Engine, RayShardGroup]]") -> None:

@@ -151,11 +151,15 @@ def check_pairing(
             f"the drafter's hidden size is {drafter.decoder.hidden_size}, the target's is "
             f"{target.decoder.hidden_size}; they must be equal to share embedding and head"
         )
+    # Said in the checkpoint's own numbers: z-lab counts outputs, speculators inputs of layers.
+    name, shift = (
+        ("target_layer_ids", 1) if drafter.format == "z-lab" else ("aux_hidden_state_layer_ids", 0)
+    )
     for layer in drafter.capture_layer_ids:
         if not 1 <= layer <= layers - 1:
             raise CheckpointRefused(
-                f"target_layer_ids holds {layer - 1}, the target's {layers} layers allow "
-                f"0 to {layers - 2}"
+                f"{name} holds {layer - shift}, the target's {layers} layers allow "
+                f"{1 - shift} to {layers - 1 - shift}"
             )
     if not 0 <= drafter.mask_token_id < target.vocab_size:
         raise CheckpointRefused(
@@ -169,9 +173,35 @@ def check_pairing(
         )
 
 
+_DFLASH_FIELDS = frozenset(
+    {
+        "block_size",
+        "draft_vocab_size",
+        "mask_token_id",
+        "num_target_layers",
+        "target_hidden_size",
+        "target_layer_ids",
+        # Checked, and refused where they are set, by `_refuse_variants`.
+        "attention_sink_bias",
+        "causal",
+        "projector_type",
+        "sample_from_anchor",
+        "shift_label",
+        "swa_window_size",
+        "use_swa",
+    }
+)
+
+
 def _zlab_drafter(fields: Fields) -> DrafterConfig:
-    merged = fields.nested("dflash_config").over(fields)
+    nested = fields.nested("dflash_config")
+    merged = nested.over(fields)
     _refuse_variants(merged)
+    unknown = sorted(nested.names - _DFLASH_FIELDS)
+    if unknown:
+        raise fields.refuse(
+            f"dflash_config.{unknown[0]} is not known, and may change what the drafter computes"
+        )
     _architecture(fields, DRAFTER_ARCHITECTURES, "a DFlash drafter")
     vocab_size = fields.integer("vocab_size")
     decoder = _decoder(fields, qk_norm=True)

@@ -36,6 +36,11 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self._raw.get(name) is not None
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The fields that are present."""
+        return frozenset(name for name, value in self._raw.items() if value is not None)
+
     def refuse(self, message: str) -> CheckpointRefused:
         """The error to raise for something wrong with these fields."""
         return CheckpointRefused(f"{self.where}: {message}")

@@ -10,7 +10,7 @@ from models.attention import block_attention
 from models.config import DrafterConfig
 from models.config_fields import CheckpointRefused
 from models.kv_cache import KVSpec, LayerKV
-from models.layers import LMHead, decoder_stack, rms_norm
+from models.layers import LMHead, decoder_stack, norm_weight, parameter, rms_norm
 from models.parallel import TensorParallel, even_part
 from models.rope import rope_table, rotate
 from models.sampler import greedy
@@ -45,10 +45,12 @@ class DFlashDrafter(nn.Module):
         self.config, self.tp, self.eps = config, tp, decoder.rms_norm_eps
         self.embed = target.embed
         rows = even_part(decoder.hidden_size, tp, dim=0)
-        self.fc = _parameter(reader.read("fc.weight", rows, dtype))
-        self.hidden_norm = _parameter(reader.read("hidden_norm.weight", None, dtype))
+        hidden = decoder.hidden_size
+        columns = len(config.capture_layer_ids) * config.target_hidden_size
+        self.fc = parameter(reader.read("fc.weight", rows, dtype, expect=(hidden, columns)))
+        self.hidden_norm = norm_weight(reader, "hidden_norm.weight", hidden, dtype)
         self.layers = decoder_stack(decoder, tp, reader, "layers", dtype)
-        self.norm = _parameter(reader.read("norm.weight", None, dtype))
+        self.norm = norm_weight(reader, "norm.weight", hidden, dtype)
         self.mask_embedding = _mask_embedding(reader, decoder.hidden_size, dtype)
         self.lm_head, self.draft_to_target = _head(config, tp, reader, target, dtype)
         cos, sin = rope_table(decoder, num_positions + config.block_size)
@@ -138,10 +140,6 @@ class DFlashDrafter(nn.Module):
         return ids.view(rows, block - 1)
 
 
-def _parameter(values: Tensor) -> nn.Parameter:
-    return nn.Parameter(values, requires_grad=False)
-
-
 def _head(
     config: DrafterConfig,
     tp: TensorParallel,
@@ -156,15 +154,16 @@ def _head(
     """
     if config.draft_vocab_size == config.vocab_size:
         return target.lm_head, None
-    offsets = reader.read("d2t", None, torch.int64)
+    offsets = reader.read("d2t", None, torch.int64, expect=(config.draft_vocab_size,))
     ids = offsets + torch.arange(config.draft_vocab_size)
-    if offsets.shape != ids.shape or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise CheckpointRefused(
             f"{reader.directory}: d2t maps {int(ids.min())}..{int(ids.max())}, the target's "
             f"vocabulary is 0..{config.vocab_size - 1}"
         )
     rows = even_part(config.draft_vocab_size, tp, dim=0)
-    weight = _parameter(reader.read("lm_head.weight", rows, dtype))
+    shape = (config.draft_vocab_size, config.decoder.hidden_size)
+    weight = parameter(reader.read("lm_head.weight", rows, dtype, expect=shape))
     return LMHead(weight, config.draft_vocab_size, tp), ids.to(torch.int32)
 
 
@@ -181,7 +180,7 @@ def _mask_embedding(
     values = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(values, Tensor) or values.numel() != hidden_size:
         raise CheckpointRefused(f"{path}: not a tensor of {hidden_size} values")
-    return _parameter(values.reshape(hidden_size).to(dtype))
+    return parameter(values.reshape(hidden_size).to(dtype))
 
 
 def _refuse_unknown(reader: CheckpointReader) -> None:

@@ -1,6 +1,7 @@
 """The decoder layer that target and drafter share, and the vocabulary-sharded ends of a model."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -37,23 +38,31 @@ class Attention(nn.Module):
         self.heads: HeadLayout = head_layout(decoder.num_heads, decoder.num_kv_heads, tp)
         query = head_part(self.heads.query_heads, decoder.head_dim, dim=0)
         kv = head_part(self.heads.kv_heads, decoder.head_dim, dim=0)
-        parts = (("q_proj", query), ("k_proj", kv), ("v_proj", kv))
-        self.split = [part.size for _, part in parts]
-        self.qkv_weight = _stacked(reader, prefix, "weight", parts, dtype)
-        self.qkv_bias = (
-            _stacked(reader, prefix, "bias", parts, dtype) if decoder.attention_bias else None
+        hidden, query_size = decoder.hidden_size, decoder.num_heads * decoder.head_dim
+        kv_size = decoder.num_kv_heads * decoder.head_dim
+        stack = _Stack(
+            (
+                (f"{prefix}.q_proj", query_size, query),
+                (f"{prefix}.k_proj", kv_size, kv),
+                (f"{prefix}.v_proj", kv_size, kv),
+            )
         )
+        self.split = [query.size, kv.size, kv.size]
+        self.qkv_weight = stack.weight(reader, hidden, dtype)
+        self.qkv_bias = stack.bias(reader, dtype) if decoder.attention_bias else None
         output = head_part(self.heads.query_heads, decoder.head_dim, dim=1)
-        self.o_weight = _parameter(reader.read(f"{prefix}.o_proj.weight", output, dtype))
+        self.o_weight = parameter(
+            reader.read(f"{prefix}.o_proj.weight", output, dtype, expect=(hidden, query_size))
+        )
         self.o_bias = (
-            _parameter(reader.read(f"{prefix}.o_proj.bias", None, dtype))
+            parameter(reader.read(f"{prefix}.o_proj.bias", None, dtype, expect=(hidden,)))
             if decoder.attention_bias
             else None
         )
         self.q_norm = self.k_norm = None
         if decoder.qk_norm:
-            self.q_norm = _parameter(reader.read(f"{prefix}.q_norm.weight", None, dtype))
-            self.k_norm = _parameter(reader.read(f"{prefix}.k_norm.weight", None, dtype))
+            self.q_norm = norm_weight(reader, f"{prefix}.q_norm.weight", decoder.head_dim, dtype)
+            self.k_norm = norm_weight(reader, f"{prefix}.k_norm.weight", decoder.head_dim, dtype)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and rotated q `[..., kv_heads, group, head_dim]`, k and v `[..., kv_heads,
@@ -96,13 +105,18 @@ class MLP(nn.Module):
         self.tp = tp
         rows = even_part(decoder.intermediate_size, tp, dim=0)
         columns = even_part(decoder.intermediate_size, tp, dim=1)
-        parts = (("gate_proj", rows), ("up_proj", rows))
-        self.gate_up_weight = _stacked(reader, prefix, "weight", parts, dtype)
-        self.down_weight = _parameter(reader.read(f"{prefix}.down_proj.weight", columns, dtype))
+        hidden, width = decoder.hidden_size, decoder.intermediate_size
+        stack = _Stack(((f"{prefix}.gate_proj", width, rows), (f"{prefix}.up_proj", width, rows)))
+        self.gate_up_weight = stack.weight(reader, hidden, dtype)
+        self.down_weight = parameter(
+            reader.read(f"{prefix}.down_proj.weight", columns, dtype, expect=(hidden, width))
+        )
         self.gate_up_bias = self.down_bias = None
         if decoder.mlp_bias:
-            self.gate_up_bias = _stacked(reader, prefix, "bias", parts, dtype)
-            self.down_bias = _parameter(reader.read(f"{prefix}.down_proj.bias", None, dtype))
+            self.gate_up_bias = stack.bias(reader, dtype)
+            self.down_bias = parameter(
+                reader.read(f"{prefix}.down_proj.bias", None, dtype, expect=(hidden,))
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`, summed over ranks."""
@@ -126,9 +140,10 @@ class DecoderLayer(nn.Module):
         self.eps = decoder.rms_norm_eps
         self.attention = Attention(decoder, tp, reader, f"{prefix}.self_attn", dtype)
         self.mlp = MLP(decoder, tp, reader, f"{prefix}.mlp", dtype)
-        self.input_norm = _parameter(reader.read(f"{prefix}.input_layernorm.weight", None, dtype))
-        self.mlp_norm = _parameter(
-            reader.read(f"{prefix}.post_attention_layernorm.weight", None, dtype)
+        hidden = decoder.hidden_size
+        self.input_norm = norm_weight(reader, f"{prefix}.input_layernorm.weight", hidden, dtype)
+        self.mlp_norm = norm_weight(
+            reader, f"{prefix}.post_attention_layernorm.weight", hidden, dtype
         )
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,6 +176,7 @@ class Embedding(nn.Module):
     def __init__(
         self,
         vocab_size: int,
+        hidden_size: int,
         tp: TensorParallel,
         reader: CheckpointReader,
         name: str,
@@ -168,7 +184,8 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = _parameter(reader.read(name, even_part(vocab_size, tp, dim=0), dtype))
+        rows = even_part(vocab_size, tp, dim=0)
+        self.weight = parameter(reader.read(name, rows, dtype, expect=(vocab_size, hidden_size)))
         self.register_buffer(
             "start", torch.tensor(tp.rank * self.weight.shape[0], dtype=torch.int32)
         )
@@ -212,18 +229,35 @@ class LMHead(nn.Module):
         return logits.masked_fill(self.padded, float("-inf"))
 
 
-def _parameter(values: Tensor) -> nn.Parameter:
+def parameter(values: Tensor) -> nn.Parameter:
+    """A weight that is never trained here."""
     return nn.Parameter(values, requires_grad=False)
 
 
-def _stacked(
-    reader: CheckpointReader,
-    prefix: str,
-    kind: str,
-    parts: tuple[tuple[str, Part], ...],
-    dtype: torch.dtype,
-) -> nn.Parameter:
-    """Several projections of one input as one matrix: one matmul instead of two or three."""
-    return _parameter(
-        torch.cat([reader.read(f"{prefix}.{name}.{kind}", part, dtype) for name, part in parts])
-    )
+def norm_weight(reader: CheckpointReader, name: str, size: int, dtype: torch.dtype) -> nn.Parameter:
+    """The weight `[size]` of a norm, whole on every rank."""
+    return parameter(reader.read(name, None, dtype, expect=(size,)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Projections of one input as one matrix: one matmul instead of two or three.
+
+    `members` are `(name, rows in the checkpoint, this rank's part of them)`.
+    """
+
+    members: tuple[tuple[str, int, Part], ...]
+
+    def weight(self, reader: CheckpointReader, columns: int, dtype: torch.dtype) -> nn.Parameter:
+        parts = [
+            reader.read(f"{name}.weight", part, dtype, expect=(rows, columns))
+            for name, rows, part in self.members
+        ]
+        return parameter(torch.cat(parts))
+
+    def bias(self, reader: CheckpointReader, dtype: torch.dtype) -> nn.Parameter:
+        parts = [
+            reader.read(f"{name}.bias", part, dtype, expect=(rows,))
+            for name, rows, part in self.members
+        ]
+        return parameter(torch.cat(parts))

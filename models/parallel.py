@@ -35,7 +35,7 @@ class TensorParallel:
         """The ranks' `x` concatenated along `dim`, rank 0 first."""
         if self.group is None:
             return x
-        gathered = funcol.all_gather_tensor(x.contiguous(), gather_dim=0, group=self.group)
+        gathered = funcol.all_gather_single(x.contiguous(), gather_dim=0, group=self.group)
         gathered = funcol.wait_tensor(gathered)
         return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from models.attention import Grid, paged_attention
 from models.config import TargetConfig
 from models.kv_cache import KVSpec, LayerKV
-from models.layers import Embedding, LMHead, decoder_stack, rms_norm
+from models.layers import Embedding, LMHead, decoder_stack, norm_weight, parameter, rms_norm
 from models.parallel import TensorParallel, even_part
 from models.rope import rope_table
 from models.weights import CheckpointReader
@@ -36,13 +36,16 @@ class Target(nn.Module):
         self.eps = decoder.rms_norm_eps
         self.capture_layer_ids = tuple(capture_layer_ids)
         embed_name = "model.embed_tokens.weight"
-        self.embed = Embedding(config.vocab_size, tp, reader, embed_name, dtype)
+        self.embed = Embedding(
+            config.vocab_size, decoder.hidden_size, tp, reader, embed_name, dtype
+        )
         self.layers = decoder_stack(decoder, tp, reader, "model.layers", dtype)
-        self.norm = nn.Parameter(reader.read("model.norm.weight", None, dtype), requires_grad=False)
+        self.norm = norm_weight(reader, "model.norm.weight", decoder.hidden_size, dtype)
         head = self.embed.weight
         if not config.tie_word_embeddings:
             rows = even_part(config.vocab_size, tp, dim=0)
-            head = nn.Parameter(reader.read("lm_head.weight", rows, dtype), requires_grad=False)
+            shape = (config.vocab_size, decoder.hidden_size)
+            head = parameter(reader.read("lm_head.weight", rows, dtype, expect=shape))
         self.lm_head = LMHead(head, config.vocab_size, tp)
         cos, sin = rope_table(decoder, num_positions)
         self.register_buffer("cos", cos)

@@ -45,16 +45,28 @@ class CheckpointReader:
     def names(self) -> frozenset[str]:
         return frozenset(self._location)
 
-    def read(self, name: str, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def read(
+        self,
+        name: str,
+        part: Part | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        expect: tuple[int, ...] | None = None,
+    ) -> Tensor:
         """The tensor `name`, or the rank's `part` of it, contiguous and cast to `dtype`.
 
-        Raises `CheckpointRefused` naming a tensor the checkpoint lacks, or one whose shape does
-        not hold the part.
+        Raises `CheckpointRefused` naming a tensor the checkpoint lacks, or one that does not have
+        the shape to `expect` of the whole, or does not hold the part.
         """
         if name not in self._location:
             raise CheckpointRefused(f"{self.directory}: tensor {name} is missing")
         self.names_read.add(name)
         source = self._file(self._location[name]).get_slice(name)
+        if expect is not None and tuple(source.get_shape()) != expect:
+            raise CheckpointRefused(
+                f"{self.directory}: tensor {name} has shape {list(source.get_shape())}, "
+                f"config.json makes it {list(expect)}"
+            )
         if part is None:
             return self._counted(source[...]).to(dtype).contiguous()
         shape = list(source.get_shape())
@@ -88,6 +100,8 @@ class CheckpointReader:
         return values
 
     def _file(self, path: Path) -> Any:
+        if not path.is_file():
+            raise CheckpointRefused(f"{path.parent}: {path.name} is named in the index and missing")
         if path not in self._files:
             self._files[path] = safe_open(path, framework="pt").__enter__()
         return self._files[path]

@@ -37,11 +37,11 @@ class Exchange:
         """Every rank's tensor, rank 0 first."""
         self.parts[rank] = x
         self.barrier.wait()
-        parts = list(self.parts)
+        parts = cast(list[Tensor], list(self.parts))
         if rank == 0:
             self.operands += parts
         self.barrier.wait()
-        return cast(list[Tensor], parts)
+        return parts
 
 
 @dataclass(frozen=True)

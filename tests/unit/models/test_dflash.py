@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.config import CheckpointRefused
+from models.config_fields import CheckpointRefused
 from models.dflash import DFlashDrafter
 from models.kv_cache import LayerKV, allocate
 from models.parallel import TensorParallel

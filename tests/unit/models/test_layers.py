@@ -51,7 +51,7 @@ def test_embedding_is_the_same_on_every_rank(pair: PairMaker, size: int) -> None
 
     def work(tp: TensorParallel) -> Tensor:
         with CheckpointReader(directory) as reader:
-            embed = Embedding(301, tp, reader, "model.embed_tokens.weight", torch.float32)
+            embed = Embedding(301, 45, tp, reader, "model.embed_tokens.weight", torch.float32)
         return embed(ids)
 
     for found in run_ranks(size, work):

@@ -19,4 +19,6 @@ def test_logits_equal_those_of_transformers(pair: PairMaker, kind: Kind) -> None
         expected = run_target(theirs, PROMPT[:length])[0][-1]
         assert logits.dtype == torch.float32
         assert logits.shape == expected.shape
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max())
+        torch.testing.assert_close(
+            logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+        )

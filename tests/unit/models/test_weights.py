@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.config import CheckpointRefused
+from models.config_fields import CheckpointRefused
 from models.parallel import Part, Piece, even_part, head_part
 from models.weights import CheckpointReader
 from tests.tiny import make_target

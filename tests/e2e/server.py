@@ -1,0 +1,136 @@
+"""Starts `make serve` as a user does, in a process group of its own, and ends it for good."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """A running `make serve`; `temp_dir` is where its Ray cluster keeps its files."""
+
+    http_port: int
+    grpc_port: int
+    temp_dir: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def log(self) -> str:
+        return (self.temp_dir / "serve.log").read_text(errors="replace")
+
+    def metrics(self) -> dict[str, float]:
+        """Every `ray_dflash_*` series of this cluster, by name and labels as Prometheus has it."""
+        series: dict[str, float] = {}
+        targets = json.loads(next(self.temp_dir.rglob("prom_metrics*.json")).read_text())
+        for target in [t for group in targets for t in group["targets"]]:
+            for line in httpx.get(f"http://{target}/metrics").text.splitlines():
+                if line.startswith("ray_dflash"):
+                    name, value = line.rsplit(" ", 1)
+                    series[name] = float(value)
+        return series
+
+
+@contextmanager
+def serving(args: Mapping[str, Any]) -> Iterator[Server]:
+    """`make serve` with `args` for `app.main:build`, ready to answer; nothing of it is left after.
+
+    Raises `TimeoutError` with the log's end where it does not become ready.
+    """
+    # Short: Ray puts Unix sockets below it, whose paths are limited to about 100 characters.
+    temp_dir = Path(tempfile.mkdtemp(prefix="dfs"))
+    http_port, grpc_port = free_port(), free_port()
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    config["http_options"]["port"] = http_port
+    config["grpc_options"]["port"] = grpc_port
+    config["applications"][0]["args"] = dict(args)
+    (temp_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    with (temp_dir / "serve.log").open("wb") as log:
+        process = subprocess.Popen(
+            ["make", "serve", f"CONFIG={temp_dir / 'config.yaml'}"],
+            cwd=ROOT,
+            env=environment(temp_dir),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = Server(http_port=http_port, grpc_port=grpc_port, temp_dir=temp_dir, process=process)
+    try:
+        wait_until_ready(server)
+        yield server
+    finally:
+        stop(process, temp_dir)
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def environment(temp_dir: Path) -> dict[str, str]:
+    """Ours, with a Ray cluster of its own below `temp_dir`."""
+    return {
+        **os.environ,
+        "RAY_ADDRESS": "local",
+        "RAY_TMPDIR": str(temp_dir),
+    }
+
+
+def wait_until_ready(server: Server) -> None:
+    """Until /health answers 200."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline and server.process.poll() is None:
+        try:
+            if httpx.get(f"{server.url}/health", timeout=15).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    raise TimeoutError(f"not ready after {READY_TIMEOUT_S} s:\n{server.log()[-4000:]}")
+
+
+def stop(process: subprocess.Popen[bytes], temp_dir: Path) -> None:
+    """Ctrl-C, as a terminal sends it; what is still there after the timeout is killed."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    for left in leftovers(temp_dir):
+        left.kill()
+
+
+def leftovers(temp_dir: Path) -> list[psutil.Process]:
+    """Processes that still belong to the cluster below `temp_dir`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RAY_TMPDIR") == str(temp_dir):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
