@@ -97,6 +97,7 @@ class Scheduler:
         assert output.step == plan.step
         for row in plan.prefill:
             self._running[row.slot].num_computed += len(row.token_ids)
+            self._mark_injected(self._running[row.slot])
         emitting: list[DecodeRow | PrefillRow] = [*plan.decode]
         emitting += [row for row in plan.prefill if row.last]
         rows = zip(emitting, output.sampled, output.num_drafts, strict=True)
@@ -189,6 +190,7 @@ class Scheduler:
             request.draft_tokens += num_drafts
             request.verified_output += len(kept)
             self.stats.count_verify(num_drafts, len(kept))
+            self._mark_injected(request)
         if request.finish_reason is not None:
             self._release(request)
         return TokenChunk(
@@ -198,6 +200,12 @@ class Scheduler:
             finish_reason=request.finish_reason,
             speculation=request.speculation,
         )
+
+    def _mark_injected(self, request: Request) -> None:
+        """Every computed token is also the drafter's context, where there is a drafter."""
+        if self.config.drafter is not None:
+            full = request.num_computed // self.config.block_size
+            self.pool.mark_drafter_valid(request.pages[:full])
 
     def _release(self, request: Request) -> None:
         assert request.finish_reason is not None

@@ -13,6 +13,7 @@ class PagePoolMachine(RuleBasedStateMachine):
     def start(self, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
         self.held: list[list[int]] = []
+        self.marked: set[int] = set()
 
     @rule(data=st.data())
     def allocate(self, data: st.DataObject) -> None:
@@ -31,6 +32,21 @@ class PagePoolMachine(RuleBasedStateMachine):
     def free_one_page(self, data: st.DataObject) -> None:
         pages = data.draw(st.sampled_from([pages for pages in self.held if pages]))
         self.pool.free([pages.pop(data.draw(st.integers(0, len(pages) - 1)))])
+
+    @precondition(lambda self: any(self.held))
+    @rule(data=st.data())
+    def mark(self, data: st.DataObject) -> None:
+        pages = data.draw(st.sampled_from([pages for pages in self.held if pages]))
+        count = data.draw(st.integers(0, len(pages)))
+        self.pool.mark_drafter_valid(pages[:count])
+        self.marked.update(pages[:count])
+
+    @invariant()
+    def a_mark_lasts_until_the_page_is_freed(self) -> None:
+        out = {page for pages in self.held for page in pages}
+        self.marked &= out
+        valid = {page for page in range(self.pool.num_pages) if self.pool.drafter_valid(page)}
+        assert valid == self.marked
 
     @invariant()
     def every_page_is_free_or_held_once(self) -> None:

@@ -120,6 +120,7 @@ class Simulation:
         for chunk, (slot, run, verified) in zip(chunks, emitting, strict=True):
             self.check_chunk(chunk, slot, run, verified)
         self.check_stats()
+        self.check_drafter_valid()
         self.scheduler.pool.check()
         assert self.scheduler.has_work == bool(self.running or self.waiting)
         return chunks
@@ -246,6 +247,13 @@ class Simulation:
         self.finished[reason] += 1
         self.ended.append(chunk.request_id)
         del self.running[slot]
+
+    def check_drafter_valid(self) -> None:
+        """Exactly the full pages of fed positions, and none without a drafter."""
+        for request in self.running.values():
+            full = request.fed // self.config.block_size if self.config.drafter else 0
+            for index, page in enumerate(request.table):
+                assert self.scheduler.pool.drafter_valid(page) == (index < full)
 
     def check_stats(self) -> None:
         stats = self.scheduler.stats
