@@ -47,11 +47,13 @@ class Router:
         Closing the iterator aborts the request. Raises `RequestRejected` where it could never be
         served and `EngineDead` where the engine is lost.
         """
-        if self._failure is not None:
-            raise self._failure
+        # Known to the engine's thread before the failure is looked at: a failure after that look
+        # finds this stream.
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._publisher = self._loop.create_task(self._publish_metrics())
+        if self._failure is not None:
+            raise self._failure
         queue: asyncio.Queue[TokenChunk | EngineDead] = asyncio.Queue()
         self._engine.add(request)
         self._streams[request.request_id] = queue
@@ -94,6 +96,7 @@ class Router:
             self._publisher.cancel()
         if hasattr(self, "_engine"):  # Serve comes here after a failed __init__ too
             self._engine.stop()
+            self._fail(EngineDead("the engine is shutting down"))
         await asyncio.to_thread(self._thread.join)
 
     def _drive(self, ready: "Future[tuple[Engine, RayShardGroup]]") -> None:
@@ -113,7 +116,8 @@ class Router:
             dead = error if isinstance(error, EngineDead) else EngineDead(f"loop crashed: {error}")
             if not ready.done():
                 ready.set_exception(dead)
-            elif self._loop is not None:
+            self._failure = dead
+            if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._fail, dead)
         finally:
             shards.close()

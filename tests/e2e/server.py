@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 180.0
@@ -39,35 +40,45 @@ class Server:
     def log(self) -> str:
         return (self.temp_dir / "serve.log").read_text(errors="replace")
 
-    def metrics(self) -> dict[str, float]:
-        """Every `ray_dflash_*` series of this cluster, by name and labels as Prometheus has it."""
-        series: dict[str, float] = {}
-        targets = json.loads(next(self.temp_dir.rglob("prom_metrics*.json")).read_text())
-        for target in [t for group in targets for t in group["targets"]]:
-            for line in httpx.get(f"http://{target}/metrics").text.splitlines():
-                if line.startswith("ray_dflash"):
-                    name, value = line.rsplit(" ", 1)
-                    series[name] = float(value)
-        return series
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """The counters of `actors.metrics` as Prometheus would scrape them now.
+
+        By name without prefix and suffix, then by outcome or position, "" where there is neither:
+        `{"requests": {"stop": 3}, "output_tokens": {"": 120}}`.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for target in self._metrics_targets():
+            text = httpx.get(f"http://{target}/metrics", timeout=30).text
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name.startswith("ray_dflash_"):
+                        name = sample.name.removeprefix("ray_dflash_").removesuffix("_total")
+                        label = sample.labels.get("outcome") or sample.labels.get("position")
+                        series = found.setdefault(name, {})
+                        series[label or ""] = series.get(label or "", 0) + sample.value
+        return found
+
+    def _metrics_targets(self) -> set[str]:
+        """`host:port` of every exporter, from the file that Ray writes for Prometheus."""
+        files = self.temp_dir.rglob("prom_metrics*.json")
+        groups = [group for file in files for group in json.loads(file.read_text())]
+        return {target for group in groups for target in group["targets"]}
 
 
 @contextmanager
 def serving(args: Mapping[str, Any]) -> Iterator[Server]:
-    """`make serve` with `args` for `app.main:build`, ready to answer; nothing of it is left after.
+    """`make serve` with `args` for `app.main:build`, ready to answer, ended by Ctrl-C.
 
-    Raises `TimeoutError` with the log's end where it does not become ready.
+    Raises `TimeoutError` with the log's end where it does not become ready, and `RuntimeError`
+    where Ctrl-C left something running, which is killed then.
     """
     # Short: Ray puts Unix sockets below it, whose paths are limited to about 100 characters.
     temp_dir = Path(tempfile.mkdtemp(prefix="dfs"))
     http_port, grpc_port = free_port(), free_port()
-    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    config["http_options"]["port"] = http_port
-    config["grpc_options"]["port"] = grpc_port
-    config["applications"][0]["args"] = dict(args)
-    (temp_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    config = write_config(temp_dir, args, http_port=http_port, grpc_port=grpc_port)
     with (temp_dir / "serve.log").open("wb") as log:
         process = subprocess.Popen(
-            ["make", "serve", f"CONFIG={temp_dir / 'config.yaml'}"],
+            ["make", "serve", f"CONFIG={config}"],
             cwd=ROOT,
             env=environment(temp_dir),
             stdout=log,
@@ -83,12 +94,26 @@ def serving(args: Mapping[str, Any]) -> Iterator[Server]:
         shutil.rmtree(temp_dir, ignore_errors=True)
 
 
+def write_config(
+    temp_dir: Path, args: Mapping[str, Any], *, http_port: int, grpc_port: int
+) -> Path:
+    """The project's own config file with other ports and `args`."""
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    config["http_options"]["port"] = http_port
+    config["grpc_options"]["port"] = grpc_port
+    config["applications"][0]["args"] = dict(args)
+    path = temp_dir / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
 def environment(temp_dir: Path) -> dict[str, str]:
     """Ours, with a Ray cluster of its own below `temp_dir`."""
     return {
         **os.environ,
         "RAY_ADDRESS": "local",
         "RAY_TMPDIR": str(temp_dir),
+        "RAY_metrics_report_interval_ms": "1000",  # ten seconds otherwise
     }
 
 
@@ -106,15 +131,18 @@ def wait_until_ready(server: Server) -> None:
 
 
 def stop(process: subprocess.Popen[bytes], temp_dir: Path) -> None:
-    """Ctrl-C, as a terminal sends it; what is still there after the timeout is killed."""
+    """Ctrl-C, as a terminal sends it. Kills what is left after a while, and raises for it."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    for left in leftovers(temp_dir):
-        left.kill()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while (left := leftovers(temp_dir)) and time.monotonic() < deadline:
+        process.poll()  # collects it, so that it is no zombie
+        time.sleep(0.2)
+    for straggler in left:
+        straggler.kill()
+    process.wait(STOP_TIMEOUT_S)
+    if left:
+        raise RuntimeError(f"still running {STOP_TIMEOUT_S} s after SIGINT: {left}")
 
 
 def leftovers(temp_dir: Path) -> list[psutil.Process]:
