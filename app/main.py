@@ -12,6 +12,7 @@ from app.ingress import OpenAIServer
 
 _SERVER_CPUS = 0.1
 _MAX_ONGOING = 1024
+_HEALTH_CHECK_PERIOD_S = 2.0
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -31,6 +32,8 @@ def build(args: dict[str, Any]) -> Application:
             # The engine queues by itself; health checks must never wait behind requests.
             max_ongoing_requests=_MAX_ONGOING,
             max_queued_requests=_MAX_ONGOING,
+            # A lost engine is replaced after three misses.
+            health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         )
         .bind(config)
     )

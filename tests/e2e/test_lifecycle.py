@@ -67,13 +67,13 @@ def test_a_drafter_of_another_target_is_refused(
 ) -> None:
     hidden_size = json.loads((tiny_pair[1] / "config.json").read_text())["hidden_size"]
     args = {"model": DEMO_TARGET, **speculative(str(tiny_pair[1]))}
-    assert_refused(args, ["hidden_size", str(hidden_size), "576"], tmp_path)
+    assert_refused(args, ["hidden size", str(hidden_size), "576"], tmp_path)
 
 
 def test_ctrl_c_in_the_middle_of_a_stream_leaves_nothing(tiny_pair: tuple[Path, Path]) -> None:
     target, drafter = tiny_pair
     args = {"model": str(target), "served_model_name": "tiny", **speculative(str(drafter))}
-    begun = threading.Event()
+    begun, stopped = threading.Event(), threading.Event()
 
     def read(url: str) -> None:
         body = {"model": "tiny", "prompt": [7], "max_tokens": 1000, "ignore_eos": True}
@@ -90,7 +90,6 @@ def test_ctrl_c_in_the_middle_of_a_stream_leaves_nothing(tiny_pair: tuple[Path, 
         except httpx.HTTPError:
             return
 
-    stopped = threading.Event()
     with serving(args) as server:
         listening = {c.laddr.ip for c in listeners() if c.laddr.port == server.http_port}
         assert listening == {"127.0.0.1"}
