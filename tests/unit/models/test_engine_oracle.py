@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from actors.config import EngineConfig
 from actors.engine import Engine
@@ -122,6 +123,31 @@ def test_speculation_changes_no_token(trained: PairMaker) -> None:
     for output, trace in zip(outputs, traces_of(pair, 30), strict=True):
         assert list(output.token_ids) == trace.token_ids
         assert output.speculation.mean_acceptance_length == 1.0
+
+
+def test_perfect_drafts_fill_every_block(
+    trained: PairMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = trained("qwen3")
+    num_drafts, num_steps = 4, 6
+    num_tokens = 1 + num_steps * (num_drafts + 1)
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    with LLM(**engine_args(pair, speculative_config=None)) as plain:
+        expected = plain.generate([PROMPT], sampling)[0].token_ids
+
+    def foresee(rank: ModelRank, _: Any, sampled: Tensor, lengths: Tensor, *rest: Any) -> Any:
+        drafts = torch.zeros(len(lengths), num_drafts, dtype=torch.int32)
+        for row, length in enumerate(lengths.tolist()):
+            after_bonus = expected[length - len(PROMPT) + 1 :][:num_drafts]
+            drafts[row, : len(after_bonus)] = torch.tensor(after_bonus)
+        return drafts, torch.full((len(lengths),), num_drafts, dtype=torch.int32)
+
+    monkeypatch.setattr(ModelRank, "_propose", foresee)
+    with LLM(**engine_args(pair)) as llm:
+        output = llm.generate([PROMPT], sampling)[0]
+    assert output.token_ids == expected
+    assert output.speculation.verify_steps == num_steps
+    assert output.speculation.mean_acceptance_length == num_drafts + 1
 
 
 def test_next_token_logits_judge_the_first_token(trained: PairMaker) -> None:
