@@ -52,6 +52,8 @@ class EngineArgs(_Frozen):
     rank. `cpus_per_shard` and `threads_per_shard` apply to CPU shards: the first is what Ray
     reserves, the second how many threads a shard computes with (default: an equal share).
     `step_timeout_s` is how long a shard may take for one step before it counts as wedged.
+    `remote_grpc` lets gRPC clients on other machines in: Serve's gRPC proxy has no authentication
+    and always listens on every interface.
     """
 
     model: str = Field(min_length=1)
@@ -65,9 +67,10 @@ class EngineArgs(_Frozen):
     block_size: int = Field(default=16, ge=1)
     num_kv_pages: int | None = Field(default=None, ge=2)
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
-    cpus_per_shard: float = Field(default=0.5, ge=0)
+    cpus_per_shard: float = Field(default=0.5, ge=0.0001)
     threads_per_shard: int | None = Field(default=None, ge=1)
     step_timeout_s: float = Field(default=120.0, gt=0)
+    remote_grpc: bool = False
 
 
 class EngineConfig(_Frozen):
@@ -92,6 +95,7 @@ class EngineConfig(_Frozen):
     cpus_per_shard: float
     threads_per_shard: int | None
     step_timeout_s: float
+    remote_grpc: bool
 
     @classmethod
     def resolve(cls, args: Mapping[str, Any]) -> "EngineConfig":
@@ -145,6 +149,7 @@ class EngineConfig(_Frozen):
             cpus_per_shard=args.cpus_per_shard,
             threads_per_shard=args.threads_per_shard,
             step_timeout_s=args.step_timeout_s,
+            remote_grpc=args.remote_grpc,
         )
 
     @property

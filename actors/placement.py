@@ -83,4 +83,7 @@ class RayShardGroup:
         """Kill every rank: one that waits in a collective for a dead peer would never end."""
         actors, self.actors = self.actors, []
         for shard in actors:
-            ray.kill(shard)
+            try:
+                ray.kill(shard)
+            except ray.exceptions.RayError as error:  # the other ranks must go all the same
+                logger.warning("a shard could not be killed: %s", error)

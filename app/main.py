@@ -16,13 +16,10 @@ _HEALTH_CHECK_PERIOD_S = 2.0
 
 
 def build(args: dict[str, Any]) -> Application:
-    """One engine behind an OpenAI-compatible server; `args` are `EngineArgs` and `remote_grpc`.
+    """One engine behind an OpenAI-compatible server; `args` are those of `EngineArgs`.
 
-    `remote_grpc` (default false) lets gRPC clients on other machines in: Serve's gRPC proxy always
-    listens on every interface. Raises `ConfigError`, one line, before anything is placed.
+    Raises `ConfigError`, one line, before anything is placed.
     """
-    args = dict(args)
-    remote_grpc = bool(args.pop("remote_grpc", False))
     config = EngineConfig.resolve(args)
     router = (
         serve.deployment(Router)
@@ -43,5 +40,5 @@ def build(args: dict[str, Any]) -> Application:
             ray_actor_options={"num_cpus": _SERVER_CPUS},
             max_ongoing_requests=_MAX_ONGOING,
         )
-        .bind(router, config, remote_grpc=remote_grpc)
+        .bind(router, config, remote_grpc=config.remote_grpc)
     )

@@ -20,7 +20,7 @@ class Speculative(BaseModel):
 
 
 class UsageBody(BaseModel):
-    """OpenAI's usage, and `speculative`: null without a drafter or after a stop string."""
+    """OpenAI's usage, and `speculative`: null without a drafter."""
 
     prompt_tokens: int
     completion_tokens: int

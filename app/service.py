@@ -139,7 +139,7 @@ class _Output:
         fresh = chunk.token_ids[self._num_tokens - chunk.first_index :]
         # The token that ended the request is counted, but is no part of the text.
         visible = fresh[:-1] if chunk.finish_reason == "stop" else fresh
-        text, stopped_by = self._read(visible, last=chunk.finish_reason is not None)
+        text, stopped_by = self._read(visible, len(fresh), last=chunk.finish_reason is not None)
         reason = chunk.finish_reason
         speculation = chunk.speculation if self._speculative else None
         if stopped_by is not None:
@@ -157,8 +157,13 @@ class _Output:
         )
         return Delta(text=text, token_ids=fresh, finish=Finish(reason=reason, usage=usage))
 
-    def _read(self, token_ids: Sequence[int], *, last: bool) -> tuple[str, int | None]:
-        """The new text, and how many of `token_ids` it took to complete a stop string, if any."""
+    def _read(
+        self, token_ids: Sequence[int], num_fresh: int, *, last: bool
+    ) -> tuple[str, int | None]:
+        """The new text, and how many tokens it took to complete a stop string, if any did.
+
+        `token_ids` are those of the chunk's `num_fresh` new tokens that show in the text.
+        """
         # One by one only where it matters which token completed a stop string.
         groups = [(token,) for token in token_ids] if self._stop_strings else [token_ids]
         text = ""
@@ -171,7 +176,8 @@ class _Output:
             passed, stopped = self._stop_strings.push(self._detokenizer.flush())
             text += passed
             if stopped:
-                return text, len(token_ids)
+                # Only the end of the output showed it, so no token came behind it.
+                return text, num_fresh
             text += self._stop_strings.flush()
         return text, None
 

@@ -22,6 +22,8 @@ def check(path: Path) -> list[EngineConfig]:
         schema = ServeDeploySchema.model_validate(raw)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
@@ -32,11 +34,12 @@ def check(path: Path) -> list[EngineConfig]:
     for application in schema.applications:
         if application.import_path != "app.main:build":
             continue
-        args = {key: value for key, value in application.args.items() if key != "remote_grpc"}
         try:
-            configs.append(EngineConfig.resolve(args))
+            configs.append(EngineConfig.resolve(application.args))
         except ConfigError as error:
             raise ConfigError(f"{path}: application {application.name!r}: {error}") from None
+    if not configs:
+        raise ConfigError(f"{path}: no application has import_path app.main:build")
     return configs
 
 
