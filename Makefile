@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m deploy.demo
 
-serve: demo
+serve: install $(if $(filter serve_config.yaml,$(CONFIG)),demo)
 	$(BIN)/python -m deploy.check $(CONFIG)
 	exec env $(SERVE_ENV) $(BIN)/serve run $(CONFIG)
 

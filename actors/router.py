@@ -18,6 +18,8 @@ from actors.placement import RayShardGroup
 logger = logging.getLogger("ray.serve")
 
 _METRICS_PERIOD_S = 1.0
+# How long a shutdown waits for the step in progress.
+_LAST_STEP_S = 5.0
 
 
 class Router:
@@ -97,6 +99,9 @@ class Router:
         if hasattr(self, "_engine"):  # Serve comes here after a failed __init__ too
             self._engine.stop()
             self._fail(EngineDead("the engine is shutting down"))
+            await asyncio.to_thread(self._thread.join, _LAST_STEP_S)
+            if self._thread.is_alive():  # in a step that does not end: its ranks end it
+                self._shards.close()
         await asyncio.to_thread(self._thread.join)
 
     def _drive(self, ready: "Future[tuple[Engine, RayShardGroup]]") -> None:

@@ -19,7 +19,8 @@ from actors.llm import LLM, RequestOutput
 from actors.messages import SamplingParams
 from actors.stats import EngineStats
 from benchmarks.prompts import SAMPLE, Prompt, load_prompts
-from models.hub import DEMO_DRAFTER, DEMO_TARGET
+from models.config import load_drafter_config
+from models.hub import DEMO_DRAFTER, DEMO_TARGET, resolve
 
 # Plain top-2 margin, relative to the largest logit, below which float32 rounding may decide.
 NEAR_TIE = 1e-5
@@ -109,17 +110,24 @@ def main(
     concurrency: Annotated[int, typer.Option(help="Requests in flight with speculation on.")] = 8,
     model: Annotated[str, typer.Option(help="Target.")] = DEMO_TARGET,
     drafter: Annotated[str, typer.Option(help="Drafter.")] = DEMO_DRAFTER,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Context; the target's by default, which needs most memory.")
+    ] = None,
 ) -> None:
     """Compare speculation on, at --concurrency, with off, one request at a time."""
     rows = load_prompts(file, prompts)
     sampling = SamplingParams(max_tokens=max_tokens)
     speculative = {"method": "dflash", "model": drafter}
-    budget = max(EngineArgs.model_fields["max_num_batched_tokens"].default, concurrency * 32)
+    block_size = load_drafter_config(resolve(drafter)).block_size
+    budget = max(
+        EngineArgs.model_fields["max_num_batched_tokens"].default, concurrency * block_size
+    )
     with (
-        LLM(model, dtype=dtype, max_num_seqs=1) as off,
+        LLM(model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1) as off,
         LLM(
             model,
             dtype=dtype,
+            max_model_len=max_model_len,
             max_num_seqs=concurrency,
             max_num_batched_tokens=budget,
             speculative_config=speculative,

@@ -105,6 +105,17 @@ def test_a_stop_string_on_the_very_last_token_keeps_the_counters(
     assert result.finish.usage.speculation == STATS
 
 
+def test_a_stop_string_that_only_the_end_shows_drops_no_token(
+    make: Any, tokenizer: Tokenizer
+) -> None:
+    half = tokenizer.encode("日")[:1]
+    tokens = [*tokenizer.encode("see "), *half, *tokenizer.encode(EOS)]
+    result = generate(make(Recital(tokens, width=1)), wanted(stop=("\ufffd",)))
+    assert (result.text, result.finish.reason) == ("see ", "stop")
+    assert result.token_ids == tuple(tokens)
+    assert result.finish.usage.speculation == STATS
+
+
 def test_a_replay_is_delivered_once(make: Any, tokenizer: Tokenizer) -> None:
     a, b, c, d = tokenizer.encode("wxyz")
     chunks = [
