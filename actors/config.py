@@ -24,6 +24,7 @@ DType = Literal["float32", "bfloat16"]
 
 _DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 _DEFAULT_KV_CACHE_BYTES = 2 << 30
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 class _Frozen(BaseModel):
@@ -52,8 +53,6 @@ class EngineArgs(_Frozen):
     rank. `cpus_per_shard` and `threads_per_shard` apply to CPU shards: the first is what Ray
     reserves, the second how many threads a shard computes with (default: an equal share).
     `step_timeout_s` is how long a shard may take for one step before it counts as wedged.
-    `remote_grpc` lets gRPC clients on other machines in: Serve's gRPC proxy has no authentication
-    and always listens on every interface.
     """
 
     model: str = Field(min_length=1)
@@ -70,7 +69,6 @@ class EngineArgs(_Frozen):
     cpus_per_shard: float = Field(default=0.5, ge=0.0001)
     threads_per_shard: int | None = Field(default=None, ge=1)
     step_timeout_s: float = Field(default=120.0, gt=0)
-    remote_grpc: bool = False
 
 
 class EngineConfig(_Frozen):
@@ -95,7 +93,6 @@ class EngineConfig(_Frozen):
     cpus_per_shard: float
     threads_per_shard: int | None
     step_timeout_s: float
-    remote_grpc: bool
 
     @classmethod
     def resolve(cls, args: Mapping[str, Any]) -> "EngineConfig":
@@ -149,7 +146,6 @@ class EngineConfig(_Frozen):
             cpus_per_shard=args.cpus_per_shard,
             threads_per_shard=args.threads_per_shard,
             step_timeout_s=args.step_timeout_s,
-            remote_grpc=args.remote_grpc,
         )
 
     @property
@@ -165,6 +161,24 @@ class EngineConfig(_Frozen):
     def pages_per_request(self) -> int:
         """The length of one row of the block table."""
         return -(-self.max_model_len // self.block_size)
+
+
+def resolve_served(args: Mapping[str, Any]) -> tuple[EngineConfig, bool]:
+    """The engine of an application's `args`, and whether gRPC is open to other machines.
+
+    `args` are those of `EngineArgs`, and `remote_grpc` (default false): Serve's gRPC proxy has no
+    authentication and always listens on every interface. Raises `ConfigError`, one line.
+    """
+    engine_args = dict(args)
+    remote_grpc = engine_args.pop("remote_grpc", False)
+    if not isinstance(remote_grpc, bool):
+        raise ConfigError(f"remote_grpc: must be true or false (got {remote_grpc!r})")
+    config = EngineConfig.resolve(engine_args)
+    if not any((config.target_path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"model: {config.target_path} holds no tokenizer ({' or '.join(_TOKENIZER_FILES)})"
+        )
+    return config, remote_grpc
 
 
 def kv_bytes_per_page(

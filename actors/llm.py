@@ -76,7 +76,9 @@ class LLM:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The target's tokenizer, loaded on first use."""
         if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.config.target_path)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                self.config.target_path, local_files_only=True, trust_remote_code=False
+            )
         return self._tokenizer
 
     def generate(

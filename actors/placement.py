@@ -28,14 +28,11 @@ def bundles(config: EngineConfig) -> list[dict[str, float]]:
 
 
 class _RayShard(Shard):
-    """A shard as an actor: it answers `ping` during a step, and knows its node's address."""
+    """A shard as an actor: it answers `ping` during a step."""
 
     @ray.method(concurrency_group="health")
     def ping(self) -> int:
         return super().ping()
-
-    def node_rendezvous(self) -> str:
-        return self.rendezvous(ray.util.get_node_ip_address())
 
 
 class RayShardGroup:
@@ -62,7 +59,7 @@ class RayShardGroup:
         try:
             rendezvous = None
             if len(self.actors) > 1:
-                rendezvous = ray.get(self.actors[0].node_rendezvous.remote())
+                rendezvous = ray.get(self.actors[0].rendezvous.remote())
             ray.get([shard.load.remote(rendezvous) for shard in self.actors])
         except BaseException:
             self.close()
@@ -77,6 +74,8 @@ class RayShardGroup:
         outputs = [shard.step.remote(payload) for shard in self.actors]
         # All are waited for: a dead rank shows here, not as a step of the others that never ends.
         results: list[bytes] = ray.get(outputs, timeout=self._timeout_s)
+        if any(result != results[0] for result in results):
+            raise RuntimeError("ranks disagree about what a step emitted")
         return results[0]
 
     def close(self) -> None:

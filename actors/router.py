@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 
+import ray
 from ray.util import get_current_placement_group
 
 from actors.config import EngineConfig
@@ -39,7 +40,9 @@ class Router:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._publisher: asyncio.Task[None] | None = None
         ready: Future[tuple[Engine, RayShardGroup]] = Future()
-        self._thread = threading.Thread(target=self._drive, args=(ready,), name="engine")
+        self._thread = threading.Thread(
+            target=self._drive, args=(ready,), name="engine", daemon=True
+        )
         self._thread.start()
         self._engine, self._shards = ready.result()
 
@@ -55,7 +58,7 @@ class Router:
             self._loop = asyncio.get_running_loop()
             self._publisher = self._loop.create_task(self._publish_metrics())
         if self._failure is not None:
-            raise self._failure
+            raise EngineDead(str(self._failure))
         queue: asyncio.Queue[TokenChunk | EngineDead] = asyncio.Queue()
         self._engine.add(request)
         self._streams[request.request_id] = queue
@@ -63,7 +66,7 @@ class Router:
             while True:
                 item = await queue.get()
                 if isinstance(item, EngineDead):
-                    raise item
+                    raise EngineDead(str(item))
                 yield item
                 if item.finish_reason is not None:
                     return
@@ -78,10 +81,13 @@ class Router:
         if self._failure is None:
             try:
                 await asyncio.gather(*(shard.ping.remote() for shard in self._shards.actors))
+            except ray.exceptions.ActorUnavailableError as error:  # may pass
+                raise EngineDead("a shard does not answer now") from error
             except Exception as error:
+                self._engine.stop()
                 self._fail(EngineDead(f"a shard does not answer: {type(error).__name__}"))
         if self._failure is not None:
-            raise self._failure
+            raise EngineDead(str(self._failure))
 
     async def free_pages(self) -> tuple[int, int]:
         """KV pages that are free, and all that requests could have."""
@@ -106,29 +112,30 @@ class Router:
 
     def _drive(self, ready: "Future[tuple[Engine, RayShardGroup]]") -> None:
         """The engine's thread: places the shards, steps them, ends them."""
+        shards = None
         try:
             shards = RayShardGroup(self._config, self._group)
-        except Exception as error:
-            ready.set_exception(error)
-            return
-        engine = Engine(self._config, shards, self._deliver)
-        try:
+            engine = Engine(self._config, shards, self._deliver)
             engine.warm_up()
             ready.set_result((engine, shards))
             engine.run()
-        except Exception as error:
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error)
+                return
             logger.exception("the engine is lost")
             dead = error if isinstance(error, EngineDead) else EngineDead(f"loop crashed: {error}")
-            if not ready.done():
-                ready.set_exception(dead)
             self._failure = dead
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._fail, dead)
         finally:
-            shards.close()
+            if shards is not None:
+                shards.close()
 
     def _fail(self, error: EngineDead) -> None:
         self._failure = error
+        # Their aborts will find nobody to count them.
+        self._engine.scheduler.stats.requests["error"] += len(self._streams)
         for queue in self._streams.values():
             queue.put_nowait(error)
 
@@ -146,4 +153,7 @@ class Router:
         metrics = EngineMetrics(self._config.served_model_name)
         while True:
             await asyncio.sleep(_METRICS_PERIOD_S)
-            metrics.publish(self._engine.scheduler.stats)
+            try:
+                metrics.publish(self._engine.scheduler.stats)
+            except Exception:  # counters catch up with the next publication
+                logger.exception("metrics were not published")

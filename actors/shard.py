@@ -68,7 +68,7 @@ class Shard:
         return encode(_output(previous.plan, previous.result.result()))
 
     def ping(self) -> int:
-        """This rank's process id; answers only when no step is being waited for."""
+        """This rank's process id: the process is there, whatever its device thread does."""
         return os.getpid()
 
     def close(self) -> None:
@@ -173,4 +173,4 @@ def _output(plan: StepPlan, result: StepResult) -> StepOutput:
 
 
 def _equal_share(num_shards: int) -> int:
-    return max(1, (os.cpu_count() or 1) // num_shards)
+    return max(1, len(os.sched_getaffinity(0)) // num_shards)

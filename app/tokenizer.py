@@ -27,7 +27,11 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(directory, local_files_only=True))
+            return cls(
+                AutoTokenizer.from_pretrained(
+                    directory, local_files_only=True, trust_remote_code=False
+                )
+            )
         except Exception as error:  # whatever the files hold, there is no tokenizer
             raise ConfigError(f"{directory}: the tokenizer can't be loaded ({error})") from error
 

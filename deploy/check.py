@@ -8,7 +8,7 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from actors.config import EngineConfig
+from actors.config import EngineConfig, resolve_served
 from actors.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def check(path: Path) -> list[EngineConfig]:
         if application.import_path != "app.main:build":
             continue
         try:
-            configs.append(EngineConfig.resolve(application.args))
+            configs.append(resolve_served(application.args)[0])
         except ConfigError as error:
             raise ConfigError(f"{path}: application {application.name!r}: {error}") from None
     if not configs:

@@ -82,7 +82,7 @@ def resolve(model: str) -> Path:
     try:
         path = Path(model).expanduser().absolute()
         if path.is_dir():
-            return _with_config(path, model)
+            return _with_weights(path, model)
         is_file = path.is_file()
     except (OSError, RuntimeError) as error:
         raise CheckpointNotFound(f"model {model!r} can't be read: {_reason(error)}") from error
@@ -114,9 +114,10 @@ def _with_config(directory: Path, model: str) -> Path:
 
 
 def _with_weights(directory: Path, model: str) -> Path:
+    _with_config(directory, model)
     if not any(directory.glob("*.safetensors")):
         raise CheckpointNotFound(f"model {model!r}: {directory} holds no *.safetensors weights")
-    return _with_config(directory, model)
+    return directory
 
 
 def _download(repo_id: str) -> Path:

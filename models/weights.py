@@ -1,6 +1,5 @@
 """Streamed loading: a rank reads exactly the slices of a safetensors checkpoint it holds."""
 
-import json
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -9,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from models.config_fields import CheckpointRefused
+from models.config_fields import CheckpointRefused, Fields
 from models.parallel import Part
 
 
@@ -111,7 +110,13 @@ def _locate(directory: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index where the checkpoint is split."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = Fields.read(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointRefused(f"{index}: weight_map is {weight_map!r:.80}, not an object")
+        for file in weight_map.values():
+            # A checkpoint is untrusted: its index must not lead out of its directory.
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointRefused(f"{index}: {file!r} is not the name of a file beside it")
         return {name: directory / file for name, file in weight_map.items()}
     files = sorted(directory.glob("*.safetensors"))
     if not files:

@@ -76,7 +76,6 @@ def engine_config(
         cpus_per_shard=0.5,
         threads_per_shard=1,
         step_timeout_s=10.0,
-        remote_grpc=False,
     )
 
 

@@ -64,6 +64,7 @@ def target(tmp_path: Path) -> str:
         "vocab_size": 64,
         "max_position_embeddings": 64,
     }
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
 

@@ -31,6 +31,7 @@ def save_tokenizer(directory: Path, *, chat_template: str | None) -> None:
 
 
 def save_config(directory: Path) -> None:
+    (directory / "model.safetensors").touch()
     (directory / "config.json").write_text(
         json.dumps(
             {
@@ -48,6 +49,7 @@ def save_config(directory: Path) -> None:
 
 
 def save_drafter(directory: Path) -> None:
+    (directory / "model.safetensors").touch()
     (directory / "config.json").write_text(
         json.dumps(
             {

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,22 @@ def test_a_file_that_is_no_serve_config_is_named(tmp_path: Path, content: bytes)
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing\.yaml"):
         check(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(("lost", "named"), [("model.safetensors", "weights"), ("", "tokenizer")])
+def test_a_target_without_weights_or_tokenizer_is_refused(
+    tmp_path: Path, lost: str, named: str
+) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 30,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if not lost:
+        (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=named):
+        check(write(tmp_path / "c.yaml", model=str(tmp_path)))

@@ -22,6 +22,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def checkpoint(directory: Path) -> Path:
     directory.mkdir(parents=True)
+    (directory / "model.safetensors").touch()
     (directory / "config.json").write_text("{}")
     return directory
 

@@ -225,3 +225,20 @@ def test_a_drafter_tensor_that_contradicts_the_config_is_refused(
     copy = resized(pair("qwen3")[1], tmp_path, name, shape)
     with pytest.raises(CheckpointRefused, match=name):
         load_drafter_rank(copy, target)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        '{"weight_map": {"w": "../other/model.safetensors"}}',
+        '{"weight_map": {"w": "/etc/model.safetensors"}}',
+        '{"weight_map": {"w": 3}}',
+        '{"weight_map": ["w"]}',
+        "{}",
+        "{",
+    ],
+)
+def test_an_index_that_is_none_or_leads_out_is_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointRefused, match=r"model\.safetensors\.index\.json|weight_map"):
+        CheckpointReader(tmp_path)
