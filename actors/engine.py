@@ -9,8 +9,9 @@ from typing import Protocol
 
 from actors.config import EngineConfig
 from actors.errors import EngineDead
+from actors.limits import check_request
 from actors.messages import GenerateRequest, StepOutput, StepPlan, TokenChunk, decode_output, encode
-from actors.scheduler import Scheduler, check_request
+from actors.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -20,5 +20,9 @@ class RequestRejected(ValueError):
         return self.message
 
 
+class PromptTooLong(RequestRejected):
+    """The prompt leaves no room for a single token of output."""
+
+
 class EngineDead(RuntimeError):
     """The engine lost a shard or its loop crashed; every stream it carried ends with this."""

@@ -8,7 +8,6 @@ from collections import deque
 
 from actors.buckets import BucketLadder
 from actors.config import EngineConfig
-from actors.errors import RequestRejected
 from actors.messages import (
     DecodeRow,
     GenerateRequest,
@@ -46,7 +45,7 @@ class Scheduler:
         return bool(self._requests)
 
     def add(self, message: GenerateRequest) -> None:
-        """Queue a request that passed `check_request`."""
+        """Queue a request that passed `limits.check_request`."""
         assert message.request_id not in self._requests
         sampling = message.sampling
         stops = set(sampling.stop_token_ids)
@@ -217,36 +216,6 @@ class Scheduler:
         self.pool.free(request.pages)
         del self._running[request.slot]
         self._free_slots.append(request.slot)
-
-
-def check_request(config: EngineConfig, message: GenerateRequest) -> None:
-    """Raises `RequestRejected`, naming the limit, for a request that could never be served."""
-    length = len(message.prompt_token_ids)
-    if length == 0:
-        raise RequestRejected("the prompt has no tokens", "prompt")
-    if length >= config.max_model_len:
-        raise RequestRejected(
-            f"the prompt has {length} tokens, the limit is {config.max_model_len - 1} "
-            f"(max_model_len {config.max_model_len} less one token of output)",
-            "prompt",
-        )
-    if message.sampling.max_tokens < 1:
-        raise RequestRejected(
-            f"max_tokens is {message.sampling.max_tokens}, at least 1 is needed", "max_tokens"
-        )
-    if message.sampling.temperature != 0:
-        raise RequestRejected(
-            f"temperature is {message.sampling.temperature}, only 0 is supported", "temperature"
-        )
-    seed = message.sampling.seed
-    if not -(2**63) <= seed < 2**63:
-        raise RequestRejected(f"seed is {seed}, it must fit into 64 bits", "seed")
-    vocab_size = config.target.vocab_size
-    for token_id in message.prompt_token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise RequestRejected(
-                f"token id {token_id} is outside the vocabulary of {vocab_size}", "prompt"
-            )
 
 
 def pages_needed(max_len: int, block_size: int) -> int:

@@ -2,7 +2,7 @@
 
 import torch
 
-from actors.messages import StepPlan
+from actors.messages import Bucket, DecodeRow, PrefillRow, StepPlan
 from models.state import SlotState
 from models.steps import StepInputs
 
@@ -26,6 +26,7 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
     def prefill_ints(values: list[int], fill: int = 0) -> torch.Tensor:
         return _padded(values, bucket.prefill_rows, fill)
 
+    rows = _all_rows(plan, bucket)
     tokens = torch.zeros(bucket.prefill_rows, bucket.prefill_width, dtype=torch.int32)
     for i, row in enumerate(prefill):
         tokens[i, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int32)
@@ -45,7 +46,22 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
         prefill_fresh=prefill_ints([row.fresh for row in prefill]).bool(),
         prefill_last=prefill_ints([row.last for row in prefill]).bool(),
         prefill_propose=prefill_ints([row.propose for row in prefill]).bool(),
+        temperatures=torch.tensor(
+            [row.temperature if row else 0.0 for row in rows], dtype=torch.float32
+        ),
+        # Halves, since devices have no 64-bit integers.
+        seeds=torch.tensor([row.seed if row else 0 for row in rows], dtype=torch.int64)
+        .view(torch.int32)
+        .view(-1, 2),
     )
+
+
+def _all_rows(plan: StepPlan, bucket: Bucket) -> list[DecodeRow | PrefillRow | None]:
+    """The rows of both grids, decode first, None where there is padding."""
+    padding: list[None] = [None]
+    decode_padding = padding * (bucket.decode_rows - len(plan.decode))
+    prefill_padding = padding * (bucket.prefill_rows - len(plan.prefill))
+    return [*plan.decode, *decode_padding, *plan.prefill, *prefill_padding]
 
 
 def _padded(values: list[int], size: int, fill: int) -> torch.Tensor:

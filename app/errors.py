@@ -11,8 +11,8 @@ from ray.serve.exceptions import (
     ReplicaUnavailableError,
 )
 
-from actors.errors import EngineDead, RequestRejected
-from app.service import ModelNotFound, PromptTooLong
+from actors.errors import EngineDead, PromptTooLong, RequestRejected
+from app.service import ModelNotFound
 
 logger = logging.getLogger(__name__)
 

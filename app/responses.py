@@ -1,4 +1,4 @@
-"""The bodies we answer with, in OpenAI's shape, and their SSE form."""
+"""The bodies we answer with, in OpenAI's shape."""
 
 from typing import Literal
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from actors.config import EngineConfig
 from actors.errors import EngineDead, RequestRejected
+from actors.limits import check_prompt, check_token_ids
 from actors.messages import GenerateRequest, SamplingParams, TokenChunk
 from app.generation import Chat, Delta, Finish, Generation, GenerationInput, Usage
 from app.stop_strings import StopStrings
@@ -21,17 +22,13 @@ class ModelNotFound(RequestRejected):
     """The request names a model that is not served here."""
 
 
-class PromptTooLong(RequestRejected):
-    """The prompt leaves no room for a single token of output."""
-
-
 class Service:
     """Checks and tokenises requests for one engine, and makes text of what it emits."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, engine: Engine) -> None:
         self.model_name = config.served_model_name
         self.max_model_len = config.max_model_len
-        self._vocab_size = config.target.vocab_size
+        self._config = config
         self._speculative = config.drafter is not None
         self._tokenizer = tokenizer
         self._engine = engine
@@ -48,7 +45,7 @@ class Service:
 
         Raises `RequestRejected` naming the field that can't be served, `PromptTooLong`.
         """
-        _check_ids(wanted.stop_token_ids, self._vocab_size, "stop_token_ids")
+        check_token_ids(self._config, wanted.stop_token_ids, "stop_token_ids")
         prompt = await self._encode(wanted.prompt)
         request = GenerateRequest(
             request_id=wanted.request_id,
@@ -75,15 +72,7 @@ class Service:
             ids = tuple(await asyncio.to_thread(self._tokenizer.encode, prompt))
         else:
             ids = prompt
-        if not ids:
-            raise RequestRejected("prompt has no tokens, at least one is needed", field)
-        if len(ids) >= self.max_model_len:
-            raise PromptTooLong(
-                f"prompt has {len(ids)} tokens, the limit is {self.max_model_len - 1} "
-                f"(max_model_len is {self.max_model_len}, and one token must be left for output)",
-                field,
-            )
-        _check_ids(ids, self._vocab_size, field)
+        check_prompt(self._config, ids, field)
         return ids
 
     def _max_tokens(self, prompt_tokens: int, wanted: GenerationInput) -> int:
@@ -180,12 +169,3 @@ class _Output:
                 return text, num_fresh
             text += self._stop_strings.flush()
         return text, None
-
-
-def _check_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raises `RequestRejected` for the first id outside the vocabulary."""
-    for token in token_ids:
-        if not 0 <= token < vocab_size:
-            raise RequestRejected(
-                f"{field}: token id {token} is outside the vocabulary of {vocab_size}", field
-            )

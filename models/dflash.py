@@ -59,6 +59,9 @@ class DFlashDrafter(nn.Module):
         self.fused_kv_weight: Tensor | None = None
         self.fused_kv_bias: Tensor | None = None
         self.fused_k_norm: Tensor | None = None
+        if self.draft_to_target is None:
+            _check_copy(reader, "lm_head.weight", target.lm_head.weight, config, tp)
+        _check_copy(reader, "embed_tokens.weight", target.embed.weight, config, tp)
         _refuse_unknown(reader)
 
     cos: Tensor
@@ -165,6 +168,24 @@ def _head(
     shape = (config.draft_vocab_size, config.decoder.hidden_size)
     weight = parameter(reader.read("lm_head.weight", rows, dtype, expect=shape))
     return LMHead(weight, config.draft_vocab_size, tp), ids.to(torch.int32)
+
+
+def _check_copy(
+    reader: CheckpointReader, name: str, borrowed: Tensor, config: DrafterConfig, tp: TensorParallel
+) -> None:
+    """Refuse a drafter that brings its own head or embedding: the target's are what it gets.
+
+    `borrowed` is this rank's part. Copies of the target's are common and harmless.
+    """
+    if name not in reader.names:
+        return
+    shape = (config.vocab_size, config.decoder.hidden_size)
+    own = reader.read(name, even_part(config.vocab_size, tp, dim=0), borrowed.dtype, expect=shape)
+    if not torch.equal(own, borrowed):
+        raise CheckpointRefused(
+            f"{reader.directory}: {name} differs from the target's; drafters with a trained head "
+            f"or embedding of their own are not supported"
+        )
 
 
 def _mask_embedding(

@@ -26,7 +26,9 @@ class StepInputs:
     decode_slots, decode_positions (optimistic, of the bonus token), decode_num_drafts `[R]`;
     decode_in_flight, decode_propose, decode_valid `[R]` bool. prefill_slots, prefill_starts,
     prefill_counts `[C]`; prefill_tokens `[C, T]`; prefill_fresh, prefill_last, prefill_propose
-    `[C]` bool. `verify_width` is k + 1; every row reads `context_pages` KV pages.
+    `[C]` bool. temperatures `[R + C]` float32 (0 is greedy) and seeds `[R + C, 2]` (low and high
+    half of 64 bits) are each row's sampling parameters. `verify_width` is k + 1; every row
+    reads `context_pages` KV pages.
     """
 
     verify_width: int
@@ -44,6 +46,8 @@ class StepInputs:
     prefill_fresh: Tensor
     prefill_last: Tensor
     prefill_propose: Tensor
+    temperatures: Tensor
+    seeds: Tensor
 
 
 @dataclass(frozen=True, slots=True)

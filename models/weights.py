@@ -88,12 +88,6 @@ class CheckpointReader:
             result.narrow(part.dim, piece.local, piece.stop - piece.start).copy_(values)
         return result
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Raises `CheckpointRefused` where the tensor is missing."""
-        if name not in self._location:
-            raise CheckpointRefused(f"{self.directory}: tensor {name} is missing")
-        return tuple(self._file(self._location[name]).get_slice(name).get_shape())
-
     def _counted(self, values: Tensor) -> Tensor:
         self.bytes_read += values.numel() * values.element_size()
         return values

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from actors.config import EngineConfig
 from actors.errors import RequestRejected
+from actors.limits import check_request
 from actors.messages import (
     DecodeRow,
     GenerateRequest,
@@ -16,7 +17,7 @@ from actors.messages import (
     StepPlan,
     TokenChunk,
 )
-from actors.scheduler import Scheduler, check_request
+from actors.scheduler import Scheduler
 from tests.unit.actors.builders import EOS, VOCAB, engine_config, generate_request
 
 STOP = 2

@@ -8,6 +8,7 @@ from models.state import SlotState
 
 SCRATCH = 9
 small = st.integers(0, 8)
+seeds = st.integers(-(2**63), 2**63 - 1)
 
 
 @st.composite
@@ -22,6 +23,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 num_drafts=small,
                 propose=st.booleans(),
                 prev_in_flight=st.booleans(),
+                temperature=st.floats(0, 2, width=32),
+                seed=seeds,
             ),
             max_size=3,
         )
@@ -36,6 +39,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 fresh=st.booleans(),
                 last=st.booleans(),
                 propose=st.booleans(),
+                temperature=st.floats(0, 2, width=32),
+                seed=seeds,
             ),
             max_size=3,
         )
@@ -48,6 +53,24 @@ def plans(draw: st.DrawFn) -> StepPlan:
         context_pages=draw(st.integers(1, 10)),
     )
     return StepPlan(step=1, bucket=bucket, decode=tuple(decode), prefill=tuple(prefill))
+
+
+@given(plans())
+def test_sampling_parameters_of_every_row(plan: StepPlan) -> None:
+    assert plan.bucket is not None
+    inputs = step_inputs(plan, SCRATCH)
+    size = plan.bucket.decode_rows + plan.bucket.prefill_rows
+    assert inputs.temperatures.dtype == torch.float32
+    assert inputs.seeds.dtype == torch.int32
+    assert inputs.temperatures.shape == (size,)
+    assert inputs.seeds.shape == (size, 2)
+    expected = dict(enumerate(plan.decode))
+    expected |= dict(enumerate(plan.prefill, start=plan.bucket.decode_rows))
+    for i in range(size):
+        row = expected.get(i)
+        low, high = inputs.seeds[i].tolist()
+        assert (high << 32) + (low & 0xFFFFFFFF) == (row.seed if row else 0)
+        assert inputs.temperatures[i].item() == (row.temperature if row else 0.0)
 
 
 @given(plans())

@@ -6,9 +6,9 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from actors.errors import EngineDead, RequestRejected
+from actors.errors import EngineDead, PromptTooLong, RequestRejected
 from app.errors import PeerRefused, to_fault
-from app.service import ModelNotFound, PromptTooLong
+from app.service import ModelNotFound
 
 
 @pytest.mark.parametrize(

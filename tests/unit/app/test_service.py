@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from actors.config import EngineConfig
-from actors.errors import EngineDead, RequestRejected
+from actors.errors import EngineDead, PromptTooLong, RequestRejected
 from actors.messages import TokenChunk
 from app.generation import Chat, Delta, GenerationInput, Result
-from app.service import Engine, ModelNotFound, PromptTooLong, Service
+from app.service import Engine, ModelNotFound, Service
 from app.tokenizer import Tokenizer
 from tests.unit.app.fakes import EOS, MAX_MODEL_LEN, STATS, Recital, replay
 

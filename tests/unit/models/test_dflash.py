@@ -267,12 +267,33 @@ def speculators_drafter(
         weights |= {
             "d2t": ids - torch.arange(len(ids)),
             "t2d": t2d,
-            "embed_tokens.weight": torch.randn(vocab_size, hidden_size),
+            "embed_tokens.weight": target_tensor(pair, "model.embed_tokens.weight"),
             "lm_head.weight": random_aux(len(ids), seed=7, features=hidden_size),
         }
     save_file(weights | tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def target_tensor(pair: Pair, name: str) -> Tensor:
+    return load_file(pair[0] / "model.safetensors")[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("lm_head.weight", "lm_head.weight"), ("embed_tokens.weight", "model.embed_tokens.weight")],
+)
+def test_a_head_or_embedding_must_be_the_targets(
+    pair: PairMaker, tmp_path: Path, name: str, source: str
+) -> None:
+    directories = pair("qwen3")
+    copy = target_tensor(directories, source)
+    same = speculators_drafter(directories, tmp_path, draft_ids=None, **{name: copy})
+    load((directories[0], same))
+    copy[-1, -1] += 1
+    other = speculators_drafter(directories, tmp_path, draft_ids=None, **{name: copy})
+    with pytest.raises(CheckpointRefused, match=f"{name} differs"):
+        load((directories[0], other))
 
 
 def drafts_after_inject(drafter: DFlashDrafter, aux: Tensor) -> tuple[Tensor, list[int]]:

@@ -76,6 +76,8 @@ def inputs(
         prefill_fresh=ints([row.start == 0 for row in prefill]).bool(),
         prefill_last=ints([row.last for row in prefill]).bool(),
         prefill_propose=ints([row.propose for row in prefill]).bool(),
+        temperatures=torch.zeros(len(decode) + len(prefill) + 2 * padding),
+        seeds=torch.zeros(len(decode) + len(prefill) + 2 * padding, 2, dtype=torch.int32),
     )
 
 
