@@ -24,5 +24,9 @@ class PromptTooLong(RequestRejected):
     """The prompt leaves no room for a single token of output."""
 
 
+class EngineOverloaded(RuntimeError):
+    """The engine has as many requests as it takes; the client may try again later."""
+
+
 class EngineDead(RuntimeError):
     """The engine lost a shard or its loop crashed; every stream it carried ends with this."""

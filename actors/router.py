@@ -11,7 +11,7 @@ from ray.util import get_current_placement_group
 
 from actors.config import EngineConfig
 from actors.engine import Engine
-from actors.errors import EngineDead
+from actors.errors import EngineDead, EngineOverloaded
 from actors.messages import GenerateRequest, TokenChunk
 from actors.metrics import EngineMetrics
 from actors.placement import RayShardGroup
@@ -21,6 +21,15 @@ logger = logging.getLogger("ray.serve")
 _METRICS_PERIOD_S = 1.0
 # How long a shutdown waits for the step in progress.
 _LAST_STEP_S = 5.0
+
+
+def max_requests(config: EngineConfig) -> int:
+    """Requests an engine runs and queues at once.
+
+    What is beyond is refused by the router and not by Serve, whose bound counts late in a burst
+    and would refuse health checks too.
+    """
+    return max(512, 4 * config.max_num_seqs)
 
 
 class Router:
@@ -50,7 +59,8 @@ class Router:
         """At most one chunk per step, the last with a `finish_reason`.
 
         Closing the iterator aborts the request. Raises `RequestRejected` where it could never be
-        served and `EngineDead` where the engine is lost.
+        served, `EngineOverloaded` where `max_requests` are in, `EngineDead` where the engine is
+        lost.
         """
         # Known to the engine's thread before the failure is looked at: a failure after that look
         # finds this stream.
@@ -59,6 +69,9 @@ class Router:
             self._publisher = self._loop.create_task(self._publish_metrics())
         if self._failure is not None:
             raise EngineDead(str(self._failure))
+        limit = max_requests(self._config)
+        if len(self._streams) >= limit:
+            raise EngineOverloaded(f"the engine has {limit} requests, its limit")
         queue: asyncio.Queue[TokenChunk | EngineDead] = asyncio.Queue()
         self._engine.add(request)
         self._streams[request.request_id] = queue
@@ -98,17 +111,18 @@ class Router:
         """Serve's own health check."""
         await self.check()
 
-    async def __del__(self) -> None:
-        """Serve awaits this when the replica is shut down in good order."""
+    def __del__(self) -> None:
+        """Serve calls this when the replica is shut down in good order."""
+        if not hasattr(self, "_engine"):  # Serve comes here after a failed __init__ too
+            return
         if self._publisher is not None:
             self._publisher.cancel()
-        if hasattr(self, "_engine"):  # Serve comes here after a failed __init__ too
-            self._engine.stop()
-            self._fail(EngineDead("the engine is shutting down"))
-            await asyncio.to_thread(self._thread.join, _LAST_STEP_S)
-            if self._thread.is_alive():  # in a step that does not end: its ranks end it
-                self._shards.close()
-        await asyncio.to_thread(self._thread.join)
+        self._engine.stop()
+        self._fail(EngineDead("the engine is shutting down"))
+        self._thread.join(_LAST_STEP_S)
+        if self._thread.is_alive():  # in a step that does not end: its ranks end it
+            self._shards.close()
+            self._thread.join()
 
     def _drive(self, ready: "Future[tuple[Engine, RayShardGroup]]") -> None:
         """The engine's thread: places the shards, steps them, ends them."""

@@ -11,7 +11,7 @@ from ray.serve.exceptions import (
     ReplicaUnavailableError,
 )
 
-from actors.errors import EngineDead, PromptTooLong, RequestRejected
+from actors.errors import EngineDead, EngineOverloaded, PromptTooLong, RequestRejected
 from app.service import ModelNotFound
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,14 @@ _UNAVAILABLE = Kind(
     code="engine_unavailable",
     message="the engine is not available, try again later",
 )
+_OVERLOADED = Kind(
+    http_status=503,
+    grpc_code=grpc.StatusCode.RESOURCE_EXHAUSTED,
+    type="server_error",
+    code="overloaded",
+    message="the server is overloaded, try again later",
+    retry_after_s=1,
+)
 _INTERNAL = Kind(
     http_status=500,
     grpc_code=grpc.StatusCode.INTERNAL,
@@ -89,17 +97,8 @@ _TABLE: tuple[tuple[type[BaseException], Kind], ...] = (
             type="permission_error",
         ),
     ),
-    (
-        BackPressureError,
-        Kind(
-            http_status=503,
-            grpc_code=grpc.StatusCode.RESOURCE_EXHAUSTED,
-            type="server_error",
-            code="overloaded",
-            message="the server is overloaded, try again later",
-            retry_after_s=1,
-        ),
-    ),
+    (EngineOverloaded, _OVERLOADED),
+    (BackPressureError, _OVERLOADED),
     (EngineDead, _UNAVAILABLE),
     (DeploymentUnavailableError, _UNAVAILABLE),
     (ReplicaUnavailableError, _UNAVAILABLE),

@@ -7,13 +7,10 @@ from ray.serve import Application
 
 from actors.config import resolve_served
 from actors.placement import ROUTER_CPUS, bundles
-from actors.router import Router
+from actors.router import Router, max_requests
 from app.ingress import OpenAIServer
 
 _SERVER_CPUS = 0.1
-_SERVER_MAX_ONGOING = 1024
-_ENGINE_MAX_ONGOING = 256
-_ENGINE_MAX_QUEUED = 256
 _HEALTH_CHECK_PERIOD_S = 2.0
 
 
@@ -30,10 +27,9 @@ def build(args: dict[str, Any]) -> Application:
             placement_group_bundles=bundles(config),
             # All ranks on one node: they meet on loopback.
             placement_group_strategy="STRICT_PACK",
-            # The engine has a queue of its own. Both bounds together stay below the server's, so
-            # that it can refuse what is beyond them, and answer /health meanwhile.
-            max_ongoing_requests=_ENGINE_MAX_ONGOING,
-            max_queued_requests=_ENGINE_MAX_QUEUED,
+            # Far above what the router takes: it refuses the rest itself, and answers health
+            # checks meanwhile.
+            max_ongoing_requests=2 * max_requests(config),
             # A lost engine is replaced after three misses.
             health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         )
@@ -43,7 +39,7 @@ def build(args: dict[str, Any]) -> Application:
         serve.deployment(OpenAIServer)
         .options(
             ray_actor_options={"num_cpus": _SERVER_CPUS},
-            max_ongoing_requests=_SERVER_MAX_ONGOING,
+            max_ongoing_requests=2 * max_requests(config),
         )
         .bind(router, config, remote_grpc=remote_grpc)
     )

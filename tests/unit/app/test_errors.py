@@ -6,7 +6,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from actors.errors import EngineDead, PromptTooLong, RequestRejected
+from actors.errors import EngineDead, EngineOverloaded, PromptTooLong, RequestRejected
 from app.errors import PeerRefused, to_fault
 from app.service import ModelNotFound
 
@@ -19,6 +19,7 @@ from app.service import ModelNotFound
         (ModelNotFound("who", "model"), 404, grpc.StatusCode.NOT_FOUND),
         (PeerRefused("far"), 403, grpc.StatusCode.PERMISSION_DENIED),
         (BackPressureError(1, 1), 503, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (EngineOverloaded("full"), 503, grpc.StatusCode.RESOURCE_EXHAUSTED),
         (EngineDead("gone"), 503, grpc.StatusCode.UNAVAILABLE),
         (ActorDiedError(), 503, grpc.StatusCode.UNAVAILABLE),
         (
@@ -58,3 +59,4 @@ def test_a_rejection_is_told_and_not_logged(caplog: pytest.LogCaptureFixture) ->
 
 def test_overload_says_when_to_come_back() -> None:
     assert to_fault(BackPressureError(1, 1), "r-1").kind.retry_after_s == 1
+    assert to_fault(EngineOverloaded("full"), "r-1").kind.retry_after_s == 1
