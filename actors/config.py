@@ -4,6 +4,8 @@
 `EngineConfig.resolve` reads both checkpoints' configs and fixes every choice once.
 """
 
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +47,29 @@ class SpeculativeConfig(_Frozen):
     num_speculative_tokens: int | None = Field(default=None, ge=1)
 
 
+class BucketArgs(_Frozen):
+    """The sizes that steps are padded to; None chooses. Each list ascends and must reach what the
+    configuration allows: `decode_sequences` max_num_seqs, `verify_widths` (tokens a row verifies)
+    the drafter's block_size, `context_lengths` (tokens) max_model_len. A chunk of a prompt is cut
+    into rows of one of `prefill_widths`. Everything is compiled for every size once, so fewer
+    sizes start sooner and pad more.
+    """
+
+    decode_sequences: list[int] | None = None
+    verify_widths: list[int] | None = None
+    prefill_widths: list[int] | None = None
+    context_lengths: list[int] | None = None
+
+
+class Buckets(_Frozen):
+    """`BucketArgs`, every choice made."""
+
+    decode_sequences: tuple[int, ...]
+    verify_widths: tuple[int, ...]
+    prefill_widths: tuple[int, ...]
+    context_lengths: tuple[int, ...]
+
+
 class EngineArgs(_Frozen):
     """What a user may set; every name is vLLM's where vLLM has one.
 
@@ -69,6 +94,10 @@ class EngineArgs(_Frozen):
     cpus_per_shard: float = Field(default=0.5, ge=0.0001)
     threads_per_shard: int | None = Field(default=None, ge=1)
     step_timeout_s: float = Field(default=120.0, gt=0)
+    backend: Literal["auto", "cpu", "eager"] = "auto"
+    exact: bool | None = None
+    late_compile: Literal["log", "error"] = "log"
+    buckets: BucketArgs = BucketArgs()
 
 
 class EngineConfig(_Frozen):
@@ -93,6 +122,10 @@ class EngineConfig(_Frozen):
     cpus_per_shard: float
     threads_per_shard: int | None
     step_timeout_s: float
+    backend: Literal["cpu", "eager"]
+    exact: bool
+    late_compile: Literal["log", "error"]
+    buckets: Buckets
 
     @classmethod
     def resolve(cls, args: Mapping[str, Any]) -> "EngineConfig":
@@ -122,6 +155,7 @@ class EngineConfig(_Frozen):
             num_drafts = args.speculative_config.num_speculative_tokens or drafter.num_drafts
             check_pairing(target, drafter, num_drafts)
         dtype = _dtype(args, target)
+        backend = _backend(args)
         max_model_len = _max_model_len(args, target)
         num_kv_pages = _num_kv_pages(args, target, drafter, dtype, max_model_len)
         verify_rows = args.max_num_seqs * (drafter.block_size if drafter else 1)
@@ -146,6 +180,10 @@ class EngineConfig(_Frozen):
             cpus_per_shard=args.cpus_per_shard,
             threads_per_shard=args.threads_per_shard,
             step_timeout_s=args.step_timeout_s,
+            backend=backend,
+            exact=_exact(args, backend, dtype),
+            late_compile=args.late_compile,
+            buckets=_buckets(args, drafter.block_size if drafter else 1, max_model_len),
         )
 
     @property
@@ -199,6 +237,58 @@ def _dtype(args: EngineArgs, target: TargetConfig) -> DType:
             f"{', '.join(_DTYPE_BYTES)}"
         )
     return "float32" if target.dtype == "float32" else "bfloat16"
+
+
+def _backend(args: EngineArgs) -> Literal["cpu", "eager"]:
+    if args.backend == "eager":
+        return "eager"
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(
+            f"backend {args.backend} compiles for this machine and finds no C++ compiler "
+            f"({compiler}); install one, name one in CXX, or set backend: eager"
+        )
+    return "cpu"
+
+
+def _exact(args: EngineArgs, backend: str, dtype: DType) -> bool:
+    if backend == "eager" and args.exact and dtype != "float32":
+        raise ConfigError(
+            f"exact is true, which backend eager can't promise in {dtype}; use backend: cpu or "
+            "dtype: float32"
+        )
+    return args.exact if args.exact is not None else backend == "cpu"
+
+
+def _buckets(args: EngineArgs, verify_width: int, max_model_len: int) -> Buckets:
+    wanted = args.buckets
+    most = args.max_num_seqs
+    return Buckets(
+        decode_sequences=_sizes("decode_sequences", wanted.decode_sequences, 1, most),
+        # A row that verifies less is padded: on a CPU that costs little, compiling twice more.
+        verify_widths=_sizes("verify_widths", wanted.verify_widths, verify_width, verify_width),
+        prefill_widths=_sizes("prefill_widths", wanted.prefill_widths, 16, None),
+        context_lengths=_sizes(
+            "context_lengths", wanted.context_lengths, 4 * args.block_size, max_model_len
+        ),
+    )
+
+
+def _sizes(
+    field: str, wanted: list[int] | None, first: int, last: int | None
+) -> tuple[int, ...]:
+    """`wanted`, checked, or doublings from `first` to `last` (None: four-fold steps, open)."""
+    if wanted is None and last is None:
+        return (first, 4 * first, 16 * first)
+    if wanted is None:
+        assert last is not None
+        sizes = [min(first << i, last) for i in range(last.bit_length() + 1)]
+        return tuple(dict.fromkeys(sizes))
+    if not wanted or any(a >= b for a, b in zip([0, *wanted], wanted, strict=False)):
+        raise ConfigError(f"buckets.{field} is {wanted}, not ascending sizes of at least 1")
+    if last is not None and wanted[-1] != last:
+        raise ConfigError(f"buckets.{field} ends with {wanted[-1]}, it must end with {last}")
+    return tuple(wanted)
 
 
 def _max_model_len(args: EngineArgs, target: TargetConfig) -> int:

@@ -83,18 +83,17 @@ class Bucket:
     """The padded shape of one step; every rank runs the step at exactly these sizes.
 
     A step's token rows are a decode grid `[decode_rows, verify_width]` followed by a prefill grid
-    `[prefill_rows, prefill_width]`. Every row may attend to `context_pages` KV pages.
+    `[prefill_rows, prefill_width]` and padding up to `num_tokens`. At most `emitting_rows` rows
+    emit tokens. Every row may attend to `context_pages` KV pages.
     """
 
     decode_rows: int
     verify_width: int
     prefill_rows: int
     prefill_width: int
+    emitting_rows: int
+    num_tokens: int
     context_pages: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.decode_rows * self.verify_width + self.prefill_rows * self.prefill_width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,7 +84,12 @@ class Scheduler:
         return StepPlan(
             step=self._step,
             bucket=self.ladder.bucket(
-                len(decode), len(prefill), width, -(-max(ends) // self.config.block_size)
+                num_decode=len(decode),
+                num_drafts=max((row.num_drafts for row in decode), default=0),
+                num_prefill_rows=len(prefill),
+                prefill_width=width,
+                num_emitting=len(decode) + sum(row.last for row in prefill),
+                context_pages=-(-max(ends) // self.config.block_size),
             ),
             decode=tuple(decode),
             prefill=tuple(prefill),
@@ -145,7 +150,7 @@ class Scheduler:
 
     def _chunks(self, num_decode: int) -> list[tuple[int, int]]:
         """`(slot, tokens)` to prefill within what decode leaves of the token budget."""
-        budget = self.config.max_num_batched_tokens - num_decode * self.ladder.verify_width
+        budget = self.config.max_num_batched_tokens - num_decode * self.ladder.verify_widths[-1]
         chunks = []
         for slot, request in self._running.items():
             count = min(request.prefill_len - request.num_computed, budget)

@@ -5,24 +5,22 @@ import socket
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from actors.config import EngineConfig
 from actors.messages import StepOutput, StepPlan, decode_plan, encode
 from actors.shard_inputs import step_inputs, write_page_updates
+from models.backends.backend import Backend
+from models.backends.cpu import CpuBackend
 from models.backends.eager import EagerBackend
 from models.kv_cache import allocate
-from models.parallel import TensorParallel
 from models.registry import DRAFTERS, TARGETS
 from models.scoring import next_token_logits
 from models.state import SlotState
-from models.steps import ModelRank, StepResult
+from models.steps import ModelRank, Regions, StepResult
+from models.target import run_layers
 from models.weights import CheckpointReader
-
-_GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class Shard:
         self._config = config
         self._rank = rank
         threads = config.threads_per_shard or _equal_share(config.tensor_parallel_size)
-        self._backend = EagerBackend(threads)
+        self._backend = _backend(config, threads)
         self._model: ModelRank | None = None
         self._in_flight: _InFlight | None = None
         self.bytes_read = 0
@@ -67,15 +65,17 @@ class Shard:
             return encode(None)
         return encode(_output(previous.plan, previous.result.result()))
 
+    def seal(self) -> None:
+        """Warm-up is over: what is compiled from now on is counted, or refused."""
+        self._backend.seal()
+
     def ping(self) -> int:
         """This rank's process id: the process is there, whatever its device thread does."""
         return os.getpid()
 
     def close(self) -> None:
-        """End the device thread and leave the process group."""
+        """Finish what was submitted and let go of the device."""
         self._backend.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     def next_token_logits(self, token_ids: list[int]) -> torch.Tensor:
         """This rank's logits `[vocab]` behind `token_ids`, computed apart from all requests.
@@ -100,8 +100,8 @@ class Shard:
         return _InFlight(plan, self._backend.submit(work))
 
     def _load(self, rendezvous: str | None) -> None:
-        config = self._config
-        tp = self._join(rendezvous)
+        config, backend = self._config, self._backend
+        tp = backend.init_rank(self._rank, config.tensor_parallel_size, rendezvous)
         dtype = getattr(torch, config.dtype)
         drafter_config = config.drafter
         with ExitStack() as files:
@@ -113,6 +113,7 @@ class Shard:
                 dtype=dtype,
                 num_positions=config.max_model_len,
                 capture_layer_ids=drafter_config.capture_layer_ids if drafter_config else (),
+                ops=backend.ops,
             )
             self.bytes_read = reader.bytes_read
             drafter = None
@@ -129,46 +130,42 @@ class Shard:
                 )
                 self.bytes_read += reader.bytes_read
                 drafter.bind()
+                drafter.pack()
                 specs += drafter.kv_specs()
+        target.pack()
         pools = allocate(specs, config.num_kv_pages, config.block_size)
         num_layers = config.target.decoder.num_layers
         self._model = ModelRank(
             target=target,
             drafter=drafter,
+            regions=Regions(
+                run_layers=backend.compile(run_layers),
+                inject=backend.compile(drafter.inject) if drafter else None,
+                block_hidden=backend.compile(drafter.block_hidden) if drafter else None,
+            ),
             target_kv=pools[:num_layers],
             drafter_kv=pools[num_layers:],
             state=SlotState.allocate(config.num_slots, config.num_drafts, config.pages_per_request),
             vocab_size=config.target.vocab_size,
         )
 
-    def _join(self, rendezvous: str | None) -> TensorParallel:
-        size = self._config.tensor_parallel_size
-        if size == 1:
-            return TensorParallel()
-        assert rendezvous is not None
-        if rendezvous.startswith("127."):
-            # Left alone, gloo would take the interface that the host's name resolves to.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{rendezvous}",
-            rank=self._rank,
-            world_size=size,
-            timeout=_GROUP_TIMEOUT,
-        )
-        return TensorParallel(self._rank, size, dist.group.WORLD)
-
 
 def _output(plan: StepPlan, result: StepResult) -> StepOutput:
     """The emitting rows of a step's result, in the plan's order, without padding."""
-    assert plan.bucket is not None
-    last = [plan.bucket.decode_rows + i for i, row in enumerate(plan.prefill) if row.last]
-    rows = [*range(len(plan.decode)), *last]
-    sampled, num_drafts = result.sampled.tolist(), result.num_drafts.tolist()
+    count = len(plan.decode) + sum(row.last for row in plan.prefill)
+    sampled, num_drafts = result.sampled[:count].tolist(), result.num_drafts[:count].tolist()
     return StepOutput(
         step=plan.step,
-        sampled=tuple(tuple(t for t in sampled[row] if t >= 0) for row in rows),
-        num_drafts=tuple(num_drafts[row] for row in rows),
+        sampled=tuple(tuple(t for t in row if t >= 0) for row in sampled),
+        num_drafts=tuple(num_drafts),
+    )
+
+
+def _backend(config: EngineConfig, num_threads: int) -> Backend:
+    if config.backend == "eager":
+        return EagerBackend(num_threads)
+    return CpuBackend(
+        num_threads, exact=config.exact, strict=config.late_compile == "error"
     )
 
 

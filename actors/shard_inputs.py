@@ -2,7 +2,7 @@
 
 import torch
 
-from actors.messages import Bucket, DecodeRow, PrefillRow, StepPlan
+from actors.messages import DecodeRow, PrefillRow, StepPlan
 from models.state import SlotState
 from models.steps import StepInputs
 
@@ -26,42 +26,41 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
     def prefill_ints(values: list[int], fill: int = 0) -> torch.Tensor:
         return _padded(values, bucket.prefill_rows, fill)
 
-    rows = _all_rows(plan, bucket)
+    def emitting_ints(values: list[int], fill: int = 0) -> torch.Tensor:
+        return _padded(values, bucket.emitting_rows, fill)
+
+    last = [i for i, row in enumerate(prefill) if row.last]
+    rows: list[DecodeRow | PrefillRow] = [*decode, *(prefill[i] for i in last)]
+    padding = bucket.emitting_rows - len(rows)
     tokens = torch.zeros(bucket.prefill_rows, bucket.prefill_width, dtype=torch.int32)
     for i, row in enumerate(prefill):
         tokens[i, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int32)
     return StepInputs(
         verify_width=bucket.verify_width,
+        num_tokens=bucket.num_tokens,
         context_pages=bucket.context_pages,
         decode_slots=decode_ints([row.slot for row in decode], scratch_slot),
         decode_positions=decode_ints([row.position for row in decode]),
         decode_num_drafts=decode_ints([row.num_drafts for row in decode]),
         decode_in_flight=decode_ints([row.prev_in_flight for row in decode]).bool(),
-        decode_propose=decode_ints([row.propose for row in decode]).bool(),
         decode_valid=decode_ints([1] * len(decode)).bool(),
         prefill_slots=prefill_ints([row.slot for row in prefill], scratch_slot),
         prefill_starts=prefill_ints([row.start for row in prefill]),
         prefill_counts=prefill_ints([len(row.token_ids) for row in prefill]),
         prefill_tokens=tokens,
         prefill_fresh=prefill_ints([row.fresh for row in prefill]).bool(),
-        prefill_last=prefill_ints([row.last for row in prefill]).bool(),
-        prefill_propose=prefill_ints([row.propose for row in prefill]).bool(),
+        emitting=emitting_ints(
+            [*range(len(decode)), *(bucket.decode_rows + i for i in last)], fill=-1
+        ),
+        propose=emitting_ints([row.propose for row in rows]).bool(),
         temperatures=torch.tensor(
-            [row.temperature if row else 0.0 for row in rows], dtype=torch.float32
+            [row.temperature for row in rows] + [0.0] * padding, dtype=torch.float32
         ),
         # Halves, since devices have no 64-bit integers.
-        seeds=torch.tensor([row.seed if row else 0 for row in rows], dtype=torch.int64)
+        seeds=torch.tensor([row.seed for row in rows] + [0] * padding, dtype=torch.int64)
         .view(torch.int32)
         .view(-1, 2),
     )
-
-
-def _all_rows(plan: StepPlan, bucket: Bucket) -> list[DecodeRow | PrefillRow | None]:
-    """The rows of both grids, decode first, None where there is padding."""
-    padding: list[None] = [None]
-    decode_padding = padding * (bucket.decode_rows - len(plan.decode))
-    prefill_padding = padding * (bucket.prefill_rows - len(plan.prefill))
-    return [*plan.decode, *decode_padding, *plan.prefill, *prefill_padding]
 
 
 def _padded(values: list[int], size: int, fill: int) -> torch.Tensor:

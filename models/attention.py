@@ -52,15 +52,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def paged_attention(q: Tensor, kv: LayerKV, grids: list[Grid]) -> Tensor:
     """Causal attention of all token rows of a step.
 
-    q `[tokens, kv_heads, group, head_dim]`, the grids' tokens one after the other. Returns
-    `[tokens, kv_heads * group * head_dim]`.
+    q `[tokens, kv_heads, group, head_dim]`, the grids' tokens one after the other, padding behind
+    them. Returns `[tokens, kv_heads * group * head_dim]`, zeros for padding.
     """
     outs = []
-    for grid, part in zip(grids, q.split([grid.num_tokens for grid in grids]), strict=True):
+    sizes = [grid.num_tokens for grid in grids]
+    *parts, padding = q.split([*sizes, len(q) - sum(sizes)])
+    for grid, part in zip(grids, parts, strict=True):
         k, v = kv.gather(grid.block_table)
         out = attend(part.unflatten(0, grid.mask.shape[:2]), k, v, grid.mask)
         outs.append(out.reshape(part.shape[0], -1))
-    return torch.cat(outs)
+    return torch.cat([*outs, torch.zeros_like(padding).flatten(1)])
 
 
 def block_attention(

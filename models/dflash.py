@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import block_attention
 from models.config import DrafterConfig
 from models.config_fields import CheckpointRefused
 from models.kv_cache import KVSpec, LayerKV
-from models.layers import LMHead, decoder_stack, norm_weight, parameter, rms_norm
+from models.layers import DecoderLayer, LMHead, decoder_stack, norm_weight, parameter, rms_norm
+from models.ops import Context
 from models.parallel import TensorParallel, even_part
 from models.rope import rope_table, rotate
 from models.sampler import greedy
@@ -43,13 +42,14 @@ class DFlashDrafter(nn.Module):
         super().__init__()
         decoder = config.decoder
         self.config, self.tp, self.eps = config, tp, decoder.rms_norm_eps
+        self.ops = target.ops
         self.embed = target.embed
         rows = even_part(decoder.hidden_size, tp, dim=0)
         hidden = decoder.hidden_size
         columns = len(config.capture_layer_ids) * config.target_hidden_size
         self.fc = parameter(reader.read("fc.weight", rows, dtype, expect=(hidden, columns)))
         self.hidden_norm = norm_weight(reader, "hidden_norm.weight", hidden, dtype)
-        self.layers = decoder_stack(decoder, tp, reader, "layers", dtype)
+        self.layers = decoder_stack(decoder, tp, reader, "layers", dtype, self.ops)
         self.norm = norm_weight(reader, "norm.weight", hidden, dtype)
         self.mask_embedding = _mask_embedding(reader, decoder.hidden_size, dtype)
         self.lm_head, self.draft_to_target = _head(config, tp, reader, target, dtype)
@@ -82,6 +82,17 @@ class DFlashDrafter(nn.Module):
         self.fused_kv_bias = torch.cat(biases) if biases else None
         self.fused_k_norm = torch.stack([a.k_norm for a in attentions if a.k_norm is not None])
 
+    def pack(self) -> None:
+        """Give the weights to the backend, after `bind`. A borrowed head is the target's to
+        pack."""
+        assert self.fused_kv_weight is not None, "bind() first"
+        for layer in self.layers:
+            layer.pack()
+        self.fc = parameter(self.ops.pack(self.fc))
+        self.fused_kv_weight = self.ops.pack(self.fused_kv_weight)
+        if self.draft_to_target is not None:
+            self.lm_head.pack()
+
     def inject(self, aux: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[LayerKV]) -> None:
         """Project captured target states into every draft layer's pages.
 
@@ -91,9 +102,9 @@ class DFlashDrafter(nn.Module):
         assert self.fused_kv_weight is not None, "bind() first"
         assert self.fused_k_norm is not None
         hidden_size = self.hidden_norm.shape[0]
-        context = self.tp.all_gather(F.linear(aux, self.fc), dim=-1)[:, :hidden_size]
+        context = self.tp.all_gather(self.ops.linear(aux, self.fc), dim=-1)[:, :hidden_size]
         context = rms_norm(context, self.hidden_norm, self.eps)
-        fused = F.linear(context, self.fused_kv_weight, self.fused_kv_bias)
+        fused = self.ops.linear(context, self.fused_kv_weight, self.fused_kv_bias)
         head_dim = self.config.decoder.head_dim
         # [tokens, layers, K or V, kv_heads, head_dim]
         fused = fused.unflatten(-1, (len(self.layers), 2, -1, head_dim))
@@ -107,30 +118,24 @@ class DFlashDrafter(nn.Module):
         self,
         token_ids: Tensor,
         context_lens: Tensor,
-        block_table: Tensor,
+        context: Context,
         kv: Sequence[LayerKV],
     ) -> Tensor:
         """Hidden states `[rows, block, hidden]` of query blocks, normed for the head.
 
         token_ids `[rows, block] int32`, at positions `context_lens ..`; context_lens `[rows]`
-        int32 counts the injected tokens a row may see; block_table `[rows, pages] int32`.
+        int32 counts the injected tokens a row may see; context as `ops.block_context` made it.
         """
         block = token_ids.shape[1]
         offsets = torch.arange(block, device=token_ids.device, dtype=torch.int32)
         positions = context_lens.unsqueeze(1) + offsets
         cos, sin = self.cos[positions], self.sin[positions]
-        keys = torch.arange(
-            block_table.shape[1] * kv[0].page_size, device=token_ids.device, dtype=torch.int32
-        )
-        context_mask = keys < context_lens.unsqueeze(1)
         hidden = self.embed(token_ids)
         if self.mask_embedding is not None:
             masked = (token_ids == self.config.mask_token_id).unsqueeze(-1)
             hidden = torch.where(masked, self.mask_embedding, hidden)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
-            q, k, v = layer.project(hidden, cos, sin)
-            attended = block_attention(q, k, v, layer_kv, block_table, context_mask)
-            hidden = layer.finish(hidden, attended)
+            hidden = _block_layer(layer, hidden, cos, sin, layer_kv, context)
         return rms_norm(hidden, self.norm, self.eps)
 
     def draft_tokens(self, hidden: Tensor) -> Tensor:
@@ -141,6 +146,15 @@ class DFlashDrafter(nn.Module):
         if self.draft_to_target is not None:
             ids = self.draft_to_target[ids]
         return ids.view(rows, block - 1)
+
+
+@torch.compiler.nested_compile_region
+def _block_layer(
+    layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV, context: Context
+) -> Tensor:
+    """The residual stream behind one draft layer; a region, so that it is compiled only once."""
+    q, k, v = layer.project(hidden, cos, sin)
+    return layer.finish(hidden, layer.ops.block_attention(q, k, v, kv, context))
 
 
 def _head(
@@ -167,7 +181,7 @@ def _head(
     rows = even_part(config.draft_vocab_size, tp, dim=0)
     shape = (config.draft_vocab_size, config.decoder.hidden_size)
     weight = parameter(reader.read("lm_head.weight", rows, dtype, expect=shape))
-    return LMHead(weight, config.draft_vocab_size, tp), ids.to(torch.int32)
+    return LMHead(weight, config.draft_vocab_size, tp, target.ops), ids.to(torch.int32)
 
 
 def _check_copy(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from models.config import DecoderConfig
 from models.kv_cache import KVSpec
+from models.ops import Ops
 from models.parallel import HeadLayout, Part, TensorParallel, even_part, head_layout, head_part
 from models.rope import rotate
 from models.weights import CheckpointReader
@@ -32,9 +33,11 @@ class Attention(nn.Module):
         reader: CheckpointReader,
         prefix: str,
         dtype: torch.dtype,
+        ops: Ops,
     ) -> None:
         super().__init__()
-        self.tp, self.eps, self.head_dim = tp, decoder.rms_norm_eps, decoder.head_dim
+        self.tp, self.ops = tp, ops
+        self.eps, self.head_dim = decoder.rms_norm_eps, decoder.head_dim
         self.heads: HeadLayout = head_layout(decoder.num_heads, decoder.num_kv_heads, tp)
         query = head_part(self.heads.query_heads, decoder.head_dim, dim=0)
         kv = head_part(self.heads.kv_heads, decoder.head_dim, dim=0)
@@ -67,7 +70,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and rotated q `[..., kv_heads, group, head_dim]`, k and v `[..., kv_heads,
         head_dim]` of `x [..., hidden]` at the positions of `cos`, `sin` `[..., head_dim]`."""
-        q, k, v = F.linear(x, self.qkv_weight, self.qkv_bias).split(self.split, dim=-1)
+        q, k, v = self.ops.linear(x, self.qkv_weight, self.qkv_bias).split(self.split, dim=-1)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
@@ -76,7 +79,7 @@ class Attention(nn.Module):
 
     def output(self, attended: Tensor) -> Tensor:
         """`[..., local query heads * head_dim]` -> `[..., hidden]`, summed over ranks."""
-        out = self.tp.all_reduce(F.linear(attended, self.o_weight))
+        out = self.tp.all_reduce(self.ops.linear(attended, self.o_weight))
         return out if self.o_bias is None else out + self.o_bias
 
     def kv_weight(self) -> Tensor:
@@ -89,6 +92,11 @@ class Attention(nn.Module):
     def kv_spec(self) -> KVSpec:
         return KVSpec(len(self.heads.kv_heads), self.head_dim, self.qkv_weight.dtype)
 
+    def pack(self) -> None:
+        """Give the weights to the backend; `kv_weight` has to be asked for before."""
+        self.qkv_weight = parameter(self.ops.pack(self.qkv_weight))
+        self.o_weight = parameter(self.ops.pack(self.o_weight))
+
 
 class MLP(nn.Module):
     """SiLU-gated MLP, its width sharded over ranks."""
@@ -100,9 +108,10 @@ class MLP(nn.Module):
         reader: CheckpointReader,
         prefix: str,
         dtype: torch.dtype,
+        ops: Ops,
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.ops = tp, ops
         rows = even_part(decoder.intermediate_size, tp, dim=0)
         columns = even_part(decoder.intermediate_size, tp, dim=1)
         hidden, width = decoder.hidden_size, decoder.intermediate_size
@@ -120,9 +129,15 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`, summed over ranks."""
-        gate, up = F.linear(x, self.gate_up_weight, self.gate_up_bias).chunk(2, dim=-1)
-        out = self.tp.all_reduce(F.linear(F.silu(gate) * up, self.down_weight))
+        gate_up = self.ops.linear(x, self.gate_up_weight, self.gate_up_bias)
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = self.tp.all_reduce(self.ops.linear(F.silu(gate) * up, self.down_weight))
         return out if self.down_bias is None else out + self.down_bias
+
+    def pack(self) -> None:
+        """Give the weights to the backend."""
+        self.gate_up_weight = parameter(self.ops.pack(self.gate_up_weight))
+        self.down_weight = parameter(self.ops.pack(self.down_weight))
 
 
 class DecoderLayer(nn.Module):
@@ -135,11 +150,12 @@ class DecoderLayer(nn.Module):
         reader: CheckpointReader,
         prefix: str,
         dtype: torch.dtype,
+        ops: Ops,
     ) -> None:
         super().__init__()
-        self.eps = decoder.rms_norm_eps
-        self.attention = Attention(decoder, tp, reader, f"{prefix}.self_attn", dtype)
-        self.mlp = MLP(decoder, tp, reader, f"{prefix}.mlp", dtype)
+        self.ops, self.eps = ops, decoder.rms_norm_eps
+        self.attention = Attention(decoder, tp, reader, f"{prefix}.self_attn", dtype, ops)
+        self.mlp = MLP(decoder, tp, reader, f"{prefix}.mlp", dtype, ops)
         hidden = decoder.hidden_size
         self.input_norm = norm_weight(reader, f"{prefix}.input_layernorm.weight", hidden, dtype)
         self.mlp_norm = norm_weight(
@@ -155,6 +171,11 @@ class DecoderLayer(nn.Module):
         hidden = hidden + self.attention.output(attended)
         return hidden + self.mlp(rms_norm(hidden, self.mlp_norm, self.eps))
 
+    def pack(self) -> None:
+        """Give the weights to the backend."""
+        self.attention.pack()
+        self.mlp.pack()
+
 
 def decoder_stack(
     decoder: DecoderConfig,
@@ -162,10 +183,12 @@ def decoder_stack(
     reader: CheckpointReader,
     prefix: str,
     dtype: torch.dtype,
+    ops: Ops,
 ) -> Sequence[DecoderLayer]:
     """The layers `prefix.0 ..` as a registered submodule that knows what it holds."""
     layers = nn.ModuleList(
-        DecoderLayer(decoder, tp, reader, f"{prefix}.{i}", dtype) for i in range(decoder.num_layers)
+        DecoderLayer(decoder, tp, reader, f"{prefix}.{i}", dtype, ops)
+        for i in range(decoder.num_layers)
     )
     return cast("Sequence[DecoderLayer]", layers)
 
@@ -205,11 +228,13 @@ class Embedding(nn.Module):
 class LMHead(nn.Module):
     """Vocabulary-sharded head; logits stay on the rank that computed them."""
 
-    def __init__(self, weight: Tensor, vocab_size: int, tp: TensorParallel) -> None:
+    def __init__(
+        self, weight: Tensor, vocab_size: int, tp: TensorParallel, ops: Ops
+    ) -> None:
         """`weight [ceil(vocab_size / tp.size), hidden]` is this rank's part (tied: the
         embedding's)."""
         super().__init__()
-        self.tp = tp
+        self.tp, self.ops = tp, ops
         self.vocab_size = vocab_size
         self.weight = weight
         width = weight.shape[0]
@@ -223,10 +248,14 @@ class LMHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden]` -> this rank's logits `[rows, local vocabulary]`, padding at -inf."""
-        logits = F.linear(hidden, self.weight)
+        logits = self.ops.linear(hidden, self.weight)
         if self.vocab_size % self.tp.size == 0:
             return logits
         return logits.masked_fill(self.padded, float("-inf"))
+
+    def pack(self) -> None:
+        """Give the weight to the backend; a tied embedding keeps its own."""
+        self.weight = parameter(self.ops.pack(self.weight))
 
 
 def parameter(values: Tensor) -> nn.Parameter:

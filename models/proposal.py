@@ -15,8 +15,8 @@ def prev_rejected(
 ) -> Tensor:
     """How far each row's optimistic position is ahead of the truth, `[rows] int32`.
 
-    `prev_sampled [rows, width]` is what the previous step emitted, `prev_num_drafts [rows]` what
-    it verified. Rows that were not in flight have exact positions: 0.
+    `prev_sampled [rows, width]` is what the previous step emitted, `prev_num_drafts [rows]` how
+    many drafts its plan had, which is what the host counted on. Rows that were not in flight have exact positions: 0.
     """
     rejected = (1 + prev_num_drafts) - count_valid(prev_sampled, vocab_size)
     return torch.where(prev_in_flight, rejected, 0)

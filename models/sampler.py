@@ -12,11 +12,12 @@ def greedy(logits: Tensor, head: LMHead) -> Tensor:
     `logits [rows, local vocabulary]` of this rank; returns `[rows] int32`, equal on every rank.
     Only each rank's best value and id cross ranks.
     """
-    local = logits.argmax(dim=-1, keepdim=True)  # the first maximum on ties
-    ids = (local + head.start).squeeze(-1).to(torch.int32)
+    local = head.ops.argmax(logits)
+    ids = local + head.start
     if head.tp.size == 1:
         return ids
-    values = head.tp.all_gather(logits.gather(-1, local).float().transpose(0, 1), dim=0)
+    best = logits.gather(-1, local.long().unsqueeze(1)).float()
+    values = head.tp.all_gather(best.transpose(0, 1), dim=0)
     ids = head.tp.all_gather(ids.unsqueeze(0), dim=0)
-    best = values == values.amax(dim=0)
-    return torch.where(best, ids, torch.iinfo(torch.int32).max).amin(dim=0)
+    winners = values == values.amax(dim=0)
+    return torch.where(winners, ids, torch.iinfo(torch.int32).max).amin(dim=0)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from models.attention import causal_grid
 from models.kv_cache import allocate
+from models.ops import Grid
 from models.target import Target
 
 
@@ -16,7 +16,10 @@ def next_token_logits(target: Target, token_ids: list[int]) -> Tensor:
     length = len(token_ids)
     positions = torch.arange(length, dtype=torch.int32)
     kv = allocate(target.kv_specs(), num_pages=1, page_size=length)
-    grid = causal_grid(torch.zeros(1, 1, dtype=torch.int32), positions.unsqueeze(0), length)
+    table, slots = torch.zeros(2, 1, 1, dtype=torch.int32)
+    valid = torch.ones(1, length, dtype=torch.bool)
+    grid = Grid(slots[0], positions.unsqueeze(0), valid)
+    context = target.ops.causal_context(table, [grid], length, 1, length)
     tokens = torch.tensor(token_ids, dtype=torch.int32)
-    hidden, _ = target(tokens, positions, positions, [grid], kv)
+    hidden, _ = target(tokens, positions, positions, context, kv)
     return target.logits(hidden[-1:])[0].float()

@@ -1,14 +1,24 @@
 """The target: a Llama-family causal LM with paged KV and capture of intermediate states."""
 
+import os
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from models.attention import Grid, paged_attention
 from models.config import TargetConfig
 from models.kv_cache import KVSpec, LayerKV
-from models.layers import Embedding, LMHead, decoder_stack, norm_weight, parameter, rms_norm
+from models.layers import (
+    DecoderLayer,
+    Embedding,
+    LMHead,
+    decoder_stack,
+    norm_weight,
+    parameter,
+    rms_norm,
+)
+from models.ops import Context, Ops, TorchOps
 from models.parallel import TensorParallel, even_part
 from models.rope import rope_table
 from models.weights import CheckpointReader
@@ -26,6 +36,7 @@ class Target(nn.Module):
         dtype: torch.dtype,
         num_positions: int,
         capture_layer_ids: Sequence[int] = (),
+        ops: Ops = TorchOps(),
     ) -> None:
         """`capture_layer_ids` are layers whose input is captured, ascending.
 
@@ -33,20 +44,21 @@ class Target(nn.Module):
         """
         super().__init__()
         decoder = config.decoder
-        self.eps = decoder.rms_norm_eps
+        self.ops, self.eps = ops, decoder.rms_norm_eps
         self.capture_layer_ids = tuple(capture_layer_ids)
         embed_name = "model.embed_tokens.weight"
         self.embed = Embedding(
             config.vocab_size, decoder.hidden_size, tp, reader, embed_name, dtype
         )
-        self.layers = decoder_stack(decoder, tp, reader, "model.layers", dtype)
+        self.layers = decoder_stack(decoder, tp, reader, "model.layers", dtype, ops)
         self.norm = norm_weight(reader, "model.norm.weight", decoder.hidden_size, dtype)
         head = self.embed.weight
         if not config.tie_word_embeddings:
             rows = even_part(config.vocab_size, tp, dim=0)
             shape = (config.vocab_size, decoder.hidden_size)
             head = parameter(reader.read("lm_head.weight", rows, dtype, expect=shape))
-        self.lm_head = LMHead(head, config.vocab_size, tp)
+        self.lm_head = LMHead(head, config.vocab_size, tp, ops)
+        self.group_size = int(os.environ.get("GROUP","5"))
         cos, sin = rope_table(decoder, num_positions)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
@@ -58,31 +70,88 @@ class Target(nn.Module):
         """What each layer keeps per token, in layer order."""
         return [layer.attention.kv_spec() for layer in self.layers]
 
+    def pack(self) -> None:
+        """Give the weights to the backend, once whoever borrows them has seen them."""
+        for layer in self.layers:
+            layer.pack()
+        self.lm_head.pack()
+
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
         slots: Tensor,
-        grids: list[Grid],
+        context: Context,
         kv: Sequence[LayerKV],
+        run_layers: "RunLayers | None" = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers, writing KV for every token before any of them attends.
+        """Run all layers, each writing KV for every token before any of them attends.
 
-        token_ids, positions, slots `[tokens] int32`; grids partition the tokens in order. Returns
-        the residual stream after the last layer `[tokens, hidden]` (not normed; see `logits`) and
-        `aux_hidden_states [tokens, captured * hidden]`, each captured *before* its layer.
+        token_ids, positions, slots `[tokens] int32`; context as `ops.causal_context` made it;
+        `run_layers` is this module's function of that name, where a backend has compiled it.
+        Returns hidden states `[tokens, hidden]`, normed for the head, and `aux_hidden_states
+        [tokens, captured * hidden]`: the residual stream *before* each captured layer.
         """
         hidden = self.embed(token_ids)
         cos, sin = self.cos[positions], self.sin[positions]
-        aux = []
-        for i, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
-            if i in self.capture_layer_ids:
-                aux.append(hidden)
-            q, k, v = layer.project(hidden, cos, sin)
-            layer_kv.write(slots, k, v)
-            hidden = layer.finish(hidden, paged_attention(q, layer_kv, grids))
-        return hidden, torch.cat(aux, dim=-1) if aux else hidden.new_empty(hidden.shape[0], 0)
+        stream = [hidden]
+        run = run_layers or globals()["run_layers"]
+        for first in range(0, len(self.layers), self.group_size):
+            group = slice(first, first + self.group_size)
+            stream += run(self.layers[group], stream[-1], cos, sin, slots, kv[group], context)
+        aux = [stream[i] for i in self.capture_layer_ids]
+        captured = torch.cat(aux, dim=-1) if aux else hidden.new_empty(hidden.shape[0], 0)
+        return rms_norm(stream[-1], self.norm, self.eps), captured
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's logits `[rows, local vocabulary]` of residual-stream rows."""
-        return self.lm_head(rms_norm(hidden, self.norm, self.eps))
+        """This rank's logits `[rows, local vocabulary]` of rows of `forward`'s hidden states."""
+        return self.lm_head(hidden)
+
+
+class RunLayers(Protocol):
+    """See `run_layers`."""
+
+    def __call__(
+        self,
+        layers: Sequence[DecoderLayer],
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        kv: Sequence[LayerKV],
+        context: Context,
+    ) -> list[Tensor]: ...
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    kv: Sequence[LayerKV],
+    context: Context,
+) -> list[Tensor]:
+    """The residual stream behind each of a few layers. Not a method, so that one compiled form
+    serves every group of layers."""
+    stream = []
+    for layer, layer_kv in zip(layers, kv, strict=True):
+        hidden = _paged_layer(layer, hidden, cos, sin, slots, layer_kv, context)
+        stream.append(hidden)
+    return stream
+
+
+@torch.compiler.nested_compile_region
+def _paged_layer(
+    layer: DecoderLayer,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    kv: LayerKV,
+    context: Context,
+) -> Tensor:
+    """The residual stream behind one layer; a region, so that layers are compiled only once."""
+    q, k, v = layer.project(hidden, cos, sin)
+    kv.write(slots, k, v)
+    return layer.finish(hidden, layer.ops.paged_attention(q, kv, context))

@@ -1,12 +1,21 @@
-"""The eager CPU backend: steps run first-in first-out on one device thread."""
+"""The eager backend: plain torch, run first-in first-out on one device thread. For debugging."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
+
+from models.backends.backend import Region
+from models.ops import Ops, TorchOps
+from models.parallel import TensorParallel
 
 T = TypeVar("T")
+
+_GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 class EagerBackend:
@@ -14,6 +23,8 @@ class EagerBackend:
 
     def __init__(self, num_threads: int) -> None:
         """`num_threads` is how many threads a step's tensor operations use."""
+        self.ops: Ops = TorchOps()
+        self.late_compiles = 0
         self._device = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="device",
@@ -21,16 +32,39 @@ class EagerBackend:
             initargs=(num_threads,),
         )
 
-    def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Enqueue `work`; it runs without gradients, after everything submitted before it.
+    def init_rank(self, rank: int, size: int, rendezvous: str | None) -> TensorParallel:
+        """See `Backend.init_rank`; ranks meet over gloo."""
+        if size == 1:
+            return TensorParallel()
+        assert rendezvous is not None
+        if rendezvous.startswith("127."):
+            # Left alone, gloo would take the interface that the host's name resolves to.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{rendezvous}",
+            rank=rank,
+            world_size=size,
+            timeout=_GROUP_TIMEOUT,
+        )
+        return TensorParallel(rank, size, dist.group.WORLD)
 
-        The future raises what the work raised.
-        """
+    def compile(self, region: Region) -> Region:
+        """The region as it is."""
+        return region
+
+    def seal(self) -> None:
+        """Nothing is ever compiled."""
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        """See `Backend.submit`."""
         return self._device.submit(_without_grad, work)
 
     def close(self) -> None:
-        """Finish what was submitted and end the device thread."""
+        """See `Backend.close`."""
         self._device.shutdown(wait=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _without_grad(work: Callable[[], T]) -> T:

@@ -1,0 +1,39 @@
+"""What a rank asks of the machine it computes on."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from models.ops import Ops
+from models.parallel import TensorParallel
+
+T = TypeVar("T")
+Region = TypeVar("Region", bound=Callable[..., object])
+
+
+class Backend(Protocol):
+    """One rank's device: a queue of work, kernels, and a compiler for regions of a step.
+
+    `late_compiles` counts regions compiled after `seal`: there should be none.
+    """
+
+    ops: Ops
+    late_compiles: int
+
+    def init_rank(self, rank: int, size: int, rendezvous: str | None) -> TensorParallel:
+        """Join the other ranks' process group at `host:port`; needed only with several."""
+
+    def compile(self, region: Region) -> Region:
+        """`region` compiled for every set of shapes it is called with, at the first such call."""
+
+    def seal(self) -> None:
+        """Everything has been compiled: from now on a new compilation is a defect."""
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        """Enqueue `work`; it runs without gradients, after everything submitted before it.
+
+        The future raises what the work raised.
+        """
+
+    def close(self) -> None:
+        """Finish what was submitted, end the device thread and leave the process group."""

@@ -1,0 +1,89 @@
+"""The CPU backend: regions compiled by inductor, around kernels of our own."""
+
+import logging
+import os
+import types
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._inductor.compile_fx import compile_fx
+
+from models.backends.backend import Region
+from models.backends.eager import EagerBackend
+from models.backends.native import NativeOps
+from models.hub import cache_dir
+
+logger = logging.getLogger(__name__)
+
+_INDUCTOR = {
+    # Checks of every buffer of every layer cost a tenth of a step, and guard what tests cover.
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "scalar_asserts": False,
+    # Ranks are killed when an engine ends; a pool of compiler processes would outlive them.
+    "compile_threads": 1,
+}
+# Shapes per region and process; dynamo's own bound of 8 assumes that shapes rarely differ.
+_MOST_SHAPES = 256
+
+
+class CpuBackend(EagerBackend):
+    """As `EagerBackend`, with compiled regions and weights packed once.
+
+    Compiled code is kept in the cache directory, so that the next start finds it.
+    """
+
+    def __init__(self, num_threads: int, *, exact: bool, strict: bool = False) -> None:
+        """`exact` makes every row's result independent of its neighbours, to the bit; `strict`
+        makes a compilation after `seal` an error.
+
+        Raises `RuntimeError` where there is no working C++ compiler.
+        """
+        super().__init__(num_threads)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+        self.ops = self.submit(lambda: _prepare(exact)).result()
+        self._strict = strict
+        self._sealed = False
+
+    def compile(self, region: Region) -> Region:
+        """See `Backend.compile`. One graph per set of shapes, or an error."""
+        compiled = torch.compile(
+            _with_own_code(region), fullgraph=True, dynamic=False, backend=self._compile_graph
+        )
+        return cast(Region, compiled)
+
+    def seal(self) -> None:
+        """See `Backend.seal`."""
+        self._sealed = True
+
+    def _compile_graph(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if self._sealed:
+            self.late_compiles += 1
+            shapes = [tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor)][:3]
+            message = f"a region is compiled after warm-up, for inputs {shapes} ..."
+            if self._strict:
+                raise RuntimeError(message)
+            logger.warning("%s (%d so far)", message, self.late_compiles)
+        return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=_INDUCTOR))
+
+
+def _prepare(exact: bool) -> NativeOps:
+    """On the device thread: dynamo's settings belong to the thread that sets them."""
+    torch._dynamo.config.recompile_limit = _MOST_SHAPES
+    torch._dynamo.config.accumulated_recompile_limit = _MOST_SHAPES
+    return NativeOps(exact=exact)
+
+
+def _with_own_code(region: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function or bound method with a code object of its own: dynamo keeps what it compiled by code
+    object, and engines in one process must not search each other's."""
+    function = getattr(region, "__func__", region)
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    return types.MethodType(copy, region.__self__) if hasattr(region, "__self__") else copy

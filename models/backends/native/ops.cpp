@@ -1,0 +1,413 @@
+// The CPU operators that decide speed and exactness, each row computed in an order of its own:
+// what a row gives depends neither on its neighbours nor on how many there are.
+//
+// The vector types are the compiler's (GCC, Clang): 16 floats, lowered to what the machine has.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int64_t kLanes = 16;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
+
+inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+
+inline Floats load(const at::BFloat16* from) {
+  const Halves halves = *reinterpret_cast<const Halves*>(from);
+  const Words words = __builtin_convertvector(halves, Words) << 16;
+  return reinterpret_cast<const Floats&>(words);
+}
+
+inline void store(float* to, Floats values) { *reinterpret_cast<Floats*>(to) = values; }
+
+inline float largest(Floats values) {
+  float result = values[0];
+  for (int64_t i = 1; i < kLanes; ++i) result = std::max(result, values[i]);
+  return result;
+}
+
+inline float sum(Floats values) {
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) values[i] += values[i + half];
+  return values[0];
+}
+
+// exp(x) for x <= 0, after Cephes' expf (2 ulp); 0 below -87.
+inline Floats exp_of_negative(Floats x) {
+  const Ints tiny = x < -87.0f;
+  x = tiny ? Floats{} : x;
+  const Floats n = __builtin_convertvector(
+      __builtin_convertvector(x * 1.44269504088896341f - 0.5f, Ints), Floats);
+  const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  const Ints scale = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return tiny ? Floats{} : y * reinterpret_cast<const Floats&>(scale);
+}
+
+// One stage of a 16 x 16 transpose: swaps off-diagonal blocks of `step` lanes in each row pair.
+template <int step>
+inline void exchange(Floats (&rows)[kLanes]) {
+  Ints low, high;
+  for (int i = 0; i < kLanes; ++i) {
+    low[i] = (i & step) ? kLanes + (i ^ step) : i;
+    high[i] = (i & step) ? kLanes + i : (i | step);
+  }
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & step) continue;
+    const Floats a = rows[i], b = rows[i + step];
+    rows[i] = __builtin_shuffle(a, b, low);
+    rows[i + step] = __builtin_shuffle(a, b, high);
+  }
+}
+
+inline void transpose(Floats (&rows)[kLanes]) {
+  exchange<8>(rows);
+  exchange<4>(rows);
+  exchange<2>(rows);
+  exchange<1>(rows);
+}
+
+// Head size in scratch memory, where rows are whole vectors.
+inline int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
+
+template <typename T>
+inline void widen(const T* from, int64_t dim, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) store(to + i, load(from + i));
+  for (; i < dim; ++i) to[i] = static_cast<float>(from[i]);
+  for (; i < padded(dim); ++i) to[i] = 0.0f;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Linear layers on weights packed once
+
+// What a packed weight's handle points to. Calls with fewer rows than `min_rows` are padded, those
+// with more than `max_rows` are cut: in between, the library's result for a row does not depend on
+// the number of rows.
+struct PackedWeight {
+  at::Tensor weight;
+  int64_t min_rows, max_rows;
+};
+
+at::Tensor library_linear(
+    const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  using Signature = at::Tensor(
+      const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::string_view,
+      c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
+                             .typed<Signature>();
+  return op.call(x, weight, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+}
+
+// A tensor with the weight's shape and no elements behind it: compilers see a plain input, and the
+// packed weight lives as long as its handle.
+at::Tensor pack(const at::Tensor& weight, int64_t min_rows, int64_t max_rows) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("mkldnn::_reorder_linear_weight", "")
+                             .typed<at::Tensor(const at::Tensor&, std::optional<int64_t>)>();
+  TORCH_CHECK(weight.dim() == 2, "weight has ", weight.dim(), " dimensions, not 2");
+  auto* packed = new PackedWeight{op.call(weight, kLanes), min_rows, max_rows};
+  return at::from_blob(
+      packed, weight.sizes(), {0, 0}, [](void* p) { delete static_cast<PackedWeight*>(p); },
+      weight.options());
+}
+
+at::Tensor linear(
+    const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == handle.size(1), "x is ", x.sizes(), ", weight ",
+              handle.sizes());
+  TORCH_CHECK(handle.stride(0) == 0 && handle.stride(1) == 0, "not the handle of a packed weight");
+  const auto& packed = *static_cast<const PackedWeight*>(handle.const_data_ptr());
+  const int64_t rows = x.size(0);
+  if (rows == 0) return at::empty({0, handle.size(0)}, x.options());
+  if (rows >= packed.min_rows && rows <= packed.max_rows)
+    return library_linear(x.contiguous(), packed.weight, bias);
+  auto out = at::empty({rows, handle.size(0)}, x.options());
+  for (int64_t first = 0; first < rows; first += packed.max_rows) {
+    const int64_t count = std::min(packed.max_rows, rows - first);
+    auto part = x.narrow(0, first, count);
+    if (count < packed.min_rows) {
+      auto wide = at::zeros({packed.min_rows, x.size(1)}, x.options());
+      wide.narrow(0, 0, count).copy_(part);
+      part = wide;
+    }
+    const auto result = library_linear(part.contiguous(), packed.weight, bias);
+    if (rows == count) return result.narrow(0, 0, count);
+    out.narrow(0, first, count).copy_(result.narrow(0, 0, count));
+  }
+  return out;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Attention over KV pages
+
+// Tokens of one task share their keys, so that these are read and widened once for all of them.
+constexpr int64_t kTokensPerTask = 16;
+// Multiply-adds below which a second thread costs more than it saves.
+constexpr int64_t kSerialWork = 200'000;
+
+// Softmax attention of one query, updated by blocks of 16 keys in order of their position.
+struct Query {
+  float largest = -kInfinity, sum = 0.0f;
+};
+
+// Adds `count` keys (`keys` transposed, [dim][16]; `values` [16][dim]) to one query's result.
+inline void add_block(
+    const float* q, const float* keys, const float* values, int64_t count, int64_t dim,
+    Query& query, float* result) {
+  Floats parts[4] = {};
+  for (int64_t d = 0; d < dim; d += 4)
+    for (int64_t part = 0; part < 4; ++part)
+      parts[part] += q[d + part] * load(keys + (d + part) * kLanes);
+  Floats scores = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+  for (int64_t j = count; j < kLanes; ++j) scores[j] = -kInfinity;
+  const float top = std::max(query.largest, largest(scores));
+  const float scale = std::exp(query.largest - top);
+  const Floats weights = exp_of_negative(scores - top);
+  query.largest = top;
+  query.sum = query.sum * scale + sum(weights);
+  float weight[kLanes];
+  store(weight, weights);
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Floats out = load(result + d) * scale;
+    for (int64_t j = 0; j < count; ++j) out += weight[j] * load(values + j * dim + d);
+    store(result + d, out);
+  }
+}
+
+// Up to 16 keys and values, widened; the keys transposed.
+struct KeyBlock {
+  explicit KeyBlock(int64_t dim) : rows(kLanes * padded(dim)), keys(rows.size()), values(rows.size()) {}
+
+  template <typename T>
+  void fill(const T* const* k, const T* const* v, int64_t count, int64_t dim) {
+    const int64_t width = padded(dim);
+    for (int64_t j = 0; j < count; ++j) {
+      widen(k[j], dim, rows.data() + j * width);
+      widen(v[j], dim, values.data() + j * width);
+    }
+    std::fill(rows.begin() + count * width, rows.end(), 0.0f);
+    for (int64_t d = 0; d < width; d += kLanes) {
+      Floats square[kLanes];
+      for (int64_t j = 0; j < kLanes; ++j) square[j] = load(rows.data() + j * width + d);
+      transpose(square);
+      for (int64_t j = 0; j < kLanes; ++j) store(keys.data() + (d + j) * kLanes, square[j]);
+    }
+  }
+
+  std::vector<float> rows, keys, values;
+};
+
+template <typename T>
+void paged_attention_kernel(
+    const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& v_pool,
+    const at::Tensor& block_table, const at::Tensor& slots, const at::Tensor& lens,
+    const std::optional<at::Tensor>& own_k, const std::optional<at::Tensor>& own_v,
+    at::Tensor& out) {
+  const int64_t tokens = q.size(0), heads = q.size(1), group = q.size(2), dim = q.size(3);
+  const int64_t page_size = k_pool.size(1), pages = block_table.size(1), width = padded(dim);
+  const int64_t block = own_k ? tokens / own_k->size(0) : tokens;
+  const T *queries = q.const_data_ptr<T>(), *k = k_pool.const_data_ptr<T>(),
+          *v = v_pool.const_data_ptr<T>();
+  const T *block_k = own_k ? own_k->const_data_ptr<T>() : nullptr,
+          *block_v = own_v ? own_v->const_data_ptr<T>() : nullptr;
+  T* result = out.mutable_data_ptr<T>();
+  const int32_t *table = block_table.const_data_ptr<int32_t>(),
+                *slot = slots.const_data_ptr<int32_t>(), *len = lens.const_data_ptr<int32_t>();
+  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+
+  struct Task {
+    int64_t first, last;
+  };
+  std::vector<Task> tasks;
+  int64_t work = 0;
+  for (int64_t first = 0; first < tokens;) {
+    int64_t last = first;
+    do {
+      work += (len[last] + (own_k ? block : 0)) * heads * group * dim;
+      ++last;
+    } while (last < tokens && slot[last] == slot[first] && last - first < kTokensPerTask &&
+             last % block != 0);
+    tasks.push_back({first, last});
+    first = last;
+  }
+
+  const int64_t num_tasks = static_cast<int64_t>(tasks.size());
+  const int64_t total = num_tasks * heads;
+  // Head by head, so that threads get equal shares of a causal triangle.
+  at::parallel_for(0, total, work < kSerialWork ? total : 1, [&](int64_t begin, int64_t end) {
+    KeyBlock keys(dim);
+    std::vector<float> wide, sums;
+    std::vector<Query> state;
+    const T *k_rows[kLanes], *v_rows[kLanes];
+    for (int64_t t = begin; t < end; ++t) {
+      const auto [first, last] = tasks[t % num_tasks];
+      const int64_t head = t / num_tasks, count = (last - first) * group;
+      wide.resize(count * width);
+      sums.assign(count * width, 0.0f);
+      state.assign(count, Query{});
+      int64_t longest = 0;
+      for (int64_t i = first; i < last; ++i) {
+        longest = std::max<int64_t>(longest, len[i]);
+        for (int64_t g = 0; g < group; ++g) {
+          float* to = wide.data() + ((i - first) * group + g) * width;
+          widen(queries + ((i * heads + head) * group + g) * dim, dim, to);
+          for (int64_t d = 0; d < dim; ++d) to[d] *= scale;
+        }
+      }
+      const int32_t* row = table + slot[first] * pages;
+      for (int64_t start = 0; start < longest; start += kLanes) {
+        const int64_t found = std::min(kLanes, longest - start);
+        for (int64_t j = 0; j < found; ++j) {
+          const int64_t position = start + j;
+          const int64_t place = row[position / page_size] * page_size + position % page_size;
+          k_rows[j] = k + (place * heads + head) * dim;
+          v_rows[j] = v + (place * heads + head) * dim;
+        }
+        keys.fill(k_rows, v_rows, found, dim);
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t visible = std::min<int64_t>(found, len[first + i / group] - start);
+          if (visible > 0)
+            add_block(wide.data() + i * width, keys.keys.data(), keys.values.data(), visible,
+                      width, state[i], sums.data() + i * width);
+        }
+      }
+      for (int64_t start = 0; own_k && start < block; start += kLanes) {
+        const int64_t found = std::min(kLanes, block - start);
+        for (int64_t j = 0; j < found; ++j) {
+          const int64_t place = ((first / block * block + start + j) * heads + head) * dim;
+          k_rows[j] = block_k + place;
+          v_rows[j] = block_v + place;
+        }
+        keys.fill(k_rows, v_rows, found, dim);
+        for (int64_t i = 0; i < count; ++i)
+          add_block(wide.data() + i * width, keys.keys.data(), keys.values.data(), found, width,
+                    state[i], sums.data() + i * width);
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        // A token that sees nothing is padding; it gets zeros.
+        const float inverse = state[i].sum > 0.0f ? 1.0f / state[i].sum : 0.0f;
+        T* to = result + (((first + i / group) * heads + head) * group + i % group) * dim;
+        for (int64_t d = 0; d < dim; ++d) to[d] = static_cast<T>(sums[i * width + d] * inverse);
+      }
+    }
+  });
+}
+
+void check(const at::Tensor& tensor, const char* name, at::ScalarType type, int64_t dims) {
+  TORCH_CHECK(tensor.scalar_type() == type, name, " is ", tensor.scalar_type(), ", not ", type);
+  TORCH_CHECK(tensor.dim() == dims, name, " has ", tensor.dim(), " dimensions, not ", dims);
+  TORCH_CHECK(tensor.is_contiguous(), name, " is not contiguous");
+}
+
+at::Tensor paged_attention(
+    const at::Tensor& q_any, const at::Tensor& k_pool, const at::Tensor& v_pool,
+    const at::Tensor& block_table, const at::Tensor& slots, const at::Tensor& lens,
+    const std::optional<at::Tensor>& own_k_any, const std::optional<at::Tensor>& own_v_any) {
+  const auto q = q_any.contiguous();
+  const auto type = q.scalar_type();
+  std::optional<at::Tensor> own_k, own_v;
+  if (own_k_any) {
+    own_k = own_k_any->contiguous();
+    own_v = own_v_any->contiguous();
+    check(*own_k, "own_k", type, 4);
+    check(*own_v, "own_v", type, 4);
+  }
+  check(q, "q", type, 4);
+  check(k_pool, "k_pool", type, 4);
+  check(v_pool, "v_pool", type, 4);
+  check(block_table, "block_table", at::kInt, 2);
+  check(slots, "slots", at::kInt, 1);
+  check(lens, "lens", at::kInt, 1);
+  auto out = at::empty(q.sizes(), q.options());
+  if (type == at::kBFloat16)
+    paged_attention_kernel<at::BFloat16>(
+        q, k_pool, v_pool, block_table, slots, lens, own_k, own_v, out);
+  else if (type == at::kFloat)
+    paged_attention_kernel<float>(q, k_pool, v_pool, block_table, slots, lens, own_k, own_v, out);
+  else
+    TORCH_CHECK(false, "q is ", type, ", not float32 or bfloat16");
+  return out;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Argmax
+
+template <typename T>
+int32_t first_largest(const T* values, int64_t size) {
+  constexpr int64_t kRun = 512;
+  float best = -kInfinity;
+  int64_t run = 0;
+  for (int64_t start = 0; start < size; start += kRun) {
+    const int64_t end = std::min(start + kRun, size);
+    Floats tops = Floats{} - kInfinity;
+    int64_t i = start;
+    for (; i + kLanes <= end; i += kLanes) {
+      const Floats next = load(values + i);
+      tops = next > tops ? next : tops;
+    }
+    float top = largest(tops);
+    for (; i < end; ++i) top = std::max(top, static_cast<float>(values[i]));
+    if (top > best) best = top, run = start;
+  }
+  for (int64_t i = run; i < size; ++i)
+    if (static_cast<float>(values[i]) == best) return static_cast<int32_t>(i);
+  return 0;
+}
+
+// The lowest index of the largest value of each row.
+at::Tensor argmax(const at::Tensor& any) {
+  const auto values = any.contiguous();
+  TORCH_CHECK(values.dim() == 2 && values.size(1) > 0, "values are ", values.sizes());
+  const int64_t rows = values.size(0), size = values.size(1);
+  auto out = at::empty({rows}, values.options().dtype(at::kInt));
+  int32_t* to = out.mutable_data_ptr<int32_t>();
+  const auto run = [&](auto* from) {
+    at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) to[i] = first_largest(from + i * size, size);
+    });
+  };
+  if (values.scalar_type() == at::kBFloat16)
+    run(values.const_data_ptr<at::BFloat16>());
+  else
+    run(values.const_data_ptr<float>());
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(dflash, m) {
+  m.def("pack(Tensor weight, int min_rows, int max_rows) -> Tensor");
+  m.def("linear(Tensor x, Tensor handle, Tensor? bias) -> Tensor");
+  m.def(
+      "paged_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor slots, "
+      "Tensor lens, Tensor? own_k, Tensor? own_v) -> Tensor");
+  m.def("argmax(Tensor values) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(dflash, CPU, m) {
+  m.impl("pack", pack);
+  m.impl("linear", linear);
+  m.impl("paged_attention", paged_attention);
+  m.impl("argmax", argmax);
+}
