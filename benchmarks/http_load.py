@@ -93,6 +93,8 @@ class HttpLoad:
                         arrivals.append(time.perf_counter())
         except httpx.HTTPError as error:
             raise self._failed(repr(error)) from None
+        except (ValueError, LookupError, TypeError):
+            raise self._failed("an event of the stream is not in OpenAI's shape") from None
         if not arrivals or usage is None:
             raise self._failed("the stream ended without a token or without usage")
         speculative = usage.get("speculative") or {"verify_steps": 0, "accepted_tokens": 0}

@@ -21,13 +21,14 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Left tok/s, right the ratio to off, with a line for each source and mode measured."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     rate, ratio = figure.subplots(1, 2)
-    for source, mode in dict.fromkeys((row.source, row.mode) for row in rows):
+    for i, (source, mode) in enumerate(dict.fromkeys((row.source, row.mode) for row in rows)):
         series = sorted(
             (row for row in rows if (row.source, row.mode) == (source, mode)),
             key=lambda row: row.concurrency,
         )
         label = mode if source == "engine" else f"{mode}, HTTP"
-        _line(rate, label, [(r.concurrency, r.tok_s, r.tok_s_min, r.tok_s_max) for r in series])
+        rates = [(r.concurrency, r.tok_s, r.tok_s_min, r.tok_s_max) for r in series]
+        _line(rate, label, f"C{i}", rates)
         against_off = [
             (r.concurrency, r.ratio_to_off, r.ratio_to_off_min, r.ratio_to_off_max)
             for r in series
@@ -35,7 +36,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         ]
         points = [(x, y, low, high) for x, y, low, high in against_off if y and low and high]
         if points:
-            _line(ratio, label, points)
+            _line(ratio, label, f"C{i}", points)
     ratio.axhline(1.0, color="gray", linewidth=1)
     for axes, title in ((rate, "tok/s"), (ratio, "tok/s relative to off")):
         axes.set_title(title)
@@ -49,7 +50,9 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _line(axes: Axes, label: str, points: Sequence[tuple[int, float, float, float]]) -> None:
+def _line(
+    axes: Axes, label: str, color: str, points: Sequence[tuple[int, float, float, float]]
+) -> None:
     """`points` are (concurrency, value, least, most)."""
     axes.errorbar(
         [x for x, *_ in points],
@@ -59,6 +62,7 @@ def _line(axes: Axes, label: str, points: Sequence[tuple[int, float, float, floa
             [max(0.0, high - y) for _, y, _, high in points],
         ],
         label=label,
+        color=color,
         marker="o",
         capsize=3,
     )

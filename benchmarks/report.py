@@ -73,20 +73,19 @@ def make_table(rows: Sequence[Row], floor_ms: float | None) -> Table:
     """The result for a terminal of 80 columns."""
     floor = "not measured" if floor_ms is None else f"{floor_ms:.2f} ms"
     over_http = any(row.source == "http" for row in rows)
-    titles = ["mode", "conc", "tok/s", "min-max", "TTFT p50/p99", "TPOT p50/p99", "accept"]
+    titles = ["mode", "conc", "tok/s", "min-max", "TTFT\np50/p99", "TPOT\np50/p99", "accept"]
     titles += ["/off", "/floor", *(["/engine"] if over_http else [])]
-    table = Table(
-        title=f"Speed; latencies in ms; the floor of a step is {floor}", box=SIMPLE, pad_edge=False
-    )
+    title = f"Latencies in ms; the floor of a step is {floor}"
+    table = Table(title=title, box=SIMPLE, padding=0, show_edge=False)
     for title in titles:
         table.add_column(title, justify="left" if title == "mode" else "right")
     for row in rows:
         table.add_row(
             row.mode if row.source == "engine" else f"{row.mode} HTTP",
             str(row.concurrency),
-            f"{row.tok_s:.1f}",
-            f"{row.tok_s_min:.1f}-{row.tok_s_max:.1f}",
-            f"{row.ttft_p50_ms:.0f}/{row.ttft_p99_ms:.0f}",
+            _shown(row.tok_s, 1),
+            f"{_shown(row.tok_s_min, 1)}-{_shown(row.tok_s_max, 1)}",
+            f"{_shown(row.ttft_p50_ms, 1)}/{_shown(row.ttft_p99_ms, 1)}",
             f"{_shown(row.tpot_p50_ms, 1)}/{_shown(row.tpot_p99_ms, 1)}",
             _shown(row.acceptance_length),
             _shown(row.ratio_to_off),
@@ -143,4 +142,6 @@ def _rounded(value: object) -> object:
 
 
 def _shown(value: float | None, decimals: int = 2) -> str:
-    return "-" if value is None else f"{value:.{decimals}f}"
+    if value is None:
+        return "-"
+    return f"{value:.{decimals if value < 100 else 0}f}"
