@@ -5,15 +5,19 @@ With weights packed once for oneDNN, at one row, that is the least time a step c
 norms, the drafter, sampling and the scheduler come on top.
 """
 
+import multiprocessing
 import os
 import statistics
 import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
 
-from models.backends.eager import EagerBackend
 from models.config import TargetConfig
+
+_Matmuls = list[tuple[Tensor, Tensor]]
 
 
 def weight_shapes(target: TargetConfig) -> list[tuple[int, int]]:
@@ -32,14 +36,21 @@ def weight_shapes(target: TargetConfig) -> list[tuple[int, int]]:
 class Floor:
     """The matmuls of one target step at one row, with random weights of the target's shapes.
 
-    Holds as many bytes of weights as the target's matmuls have. Measurements accumulate, so that
-    they can be spread between those that they are compared with.
+    They run in a process of their own: thread pools in one process slow each other down, as libgomp
+    hardly spins where it has more threads than cores. The process holds as many bytes as the
+    target's matmuls have. Measurements accumulate, so that they can be spread between those that
+    they are compared with.
     """
 
     def __init__(self, target: TargetConfig, dtype: torch.dtype) -> None:
-        self._backend = EagerBackend(len(os.sched_getaffinity(0)))
+        """Returns when the weights are packed."""
+        context = multiprocessing.get_context("spawn")
         self._times_s: list[float] = []
-        self._matmuls = self._backend.submit(lambda: _pack(target, dtype)).result()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, target, dtype), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._pipe.recv()
 
     @staticmethod
     def available(dtype: torch.dtype) -> bool:
@@ -49,12 +60,9 @@ class Floor:
         return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def measure(self, num_runs: int = 5) -> None:
-        """Time `num_runs` more steps, on a thread of its own as the engine's steps are."""
-        self._backend.submit(self._step).result()  # threads wake up in the first
-        for _ in range(num_runs):
-            start = time.perf_counter()
-            self._backend.submit(self._step).result()
-            self._times_s.append(time.perf_counter() - start)
+        """Time `num_runs` more steps."""
+        self._pipe.send(num_runs)
+        self._times_s += self._pipe.recv()
 
     @property
     def ms(self) -> float:
@@ -62,16 +70,32 @@ class Floor:
         return 1000 * statistics.median(self._times_s)
 
     def close(self) -> None:
-        """End the thread and drop the weights."""
-        self._backend.close()
-        self._matmuls = []
-
-    def _step(self) -> None:
-        for row, packed in self._matmuls:
-            torch.ops.mkldnn._linear_pointwise(row, packed, None, "none", [], "")
+        """End the process."""
+        self._pipe.close()
+        self._process.join()
 
 
-def _pack(target: TargetConfig, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+def _serve(pipe: Connection, target: TargetConfig, dtype: torch.dtype) -> None:
+    """Answer numbers of runs with their times in seconds, after a first word when ready."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as an engine's
+    with suppress(EOFError, KeyboardInterrupt), torch.inference_mode():
+        matmuls = _pack(target, dtype)
+        pipe.send("ready")
+        while True:
+            num_runs = pipe.recv()
+            _step_s(matmuls)  # threads wake up in the first
+            pipe.send([_step_s(matmuls) for _ in range(num_runs)])
+
+
+def _step_s(matmuls: _Matmuls) -> float:
+    """How long one step's matmuls take, in seconds."""
+    start = time.perf_counter()
+    for row, packed in matmuls:
+        torch.ops.mkldnn._linear_pointwise(row, packed, None, "none", [], "")
+    return time.perf_counter() - start
+
+
+def _pack(target: TargetConfig, dtype: torch.dtype) -> _Matmuls:
     """An input row `[1, inputs]` and packed weight `[outputs, inputs]` for each matmul."""
     generator = torch.Generator().manual_seed(0)
     matmuls = []

@@ -46,3 +46,4 @@ def test_measurements_add_up(tmp_path: Path) -> None:
     floor._times_s = [0.004, 0.001, 0.009]
     assert floor.ms == 4.0
     floor.close()
+    assert floor._process.exitcode == 0
