@@ -1,7 +1,9 @@
 """`LLM`: the whole engine in this process, without Ray, for scripts, tests and benchmarks."""
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
@@ -12,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from actors.config import EngineConfig
 from actors.engine import Engine
 from actors.errors import ConfigError
+from actors.limits import check_request
 from actors.messages import (
     FinishReason,
     GenerateRequest,
@@ -24,6 +27,15 @@ from actors.stats import EngineStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RequestTiming:
+    """When the engine got a request, gave its first token and its last: `perf_counter` seconds."""
+
+    submitted_at: float
+    first_token_at: float
+    finished_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
     """One finished generation. A token that ended it is the last of `token_ids`."""
 
@@ -32,6 +44,7 @@ class RequestOutput:
     text: str
     finish_reason: FinishReason
     speculation: SpeculationStats
+    timing: RequestTiming
 
 
 class LLM:
@@ -61,8 +74,7 @@ class LLM:
                 "in one process, use `serve run` for more"
             )
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._chunks: dict[str, list[TokenChunk]] = {}
-        self._on_finish: Callable[[], None] = _ignore
+        self._batch = _Batch()
         self._shard = Shard(self.config, rank=0)
         self._shard.load()
         self._engine = Engine(self.config, self._shard, self._collect)
@@ -86,13 +98,18 @@ class LLM:
         prompts: str | Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(max_tokens=16),
         on_finish: Callable[[], None] | None = None,
+        max_in_flight: int | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt, text or token ids; all are in flight together. A text is one.
+        """Complete every prompt, text or token ids. A text is one prompt.
 
-        One `sampling` serves all prompts, a sequence has one for each. Outputs come in the order
-        of the prompts; `on_finish` is called as each ends, for a progress bar. Raises
-        `RequestRejected` for a prompt that can't be served, before any is.
+        One `sampling` serves all prompts, a sequence has one for each. The engine gets all of them
+        at once or, with `max_in_flight`, so many, and the next as each ends. Outputs come in the
+        order of the prompts; `on_finish` is called as each ends, for a progress bar. Raises
+        `RequestRejected` for a prompt that can't be served, before any is, and `ValueError` for
+        `max_in_flight` below 1.
         """
+        if max_in_flight is not None and max_in_flight < 1:
+            raise ValueError(f"max_in_flight is {max_in_flight}, at least 1 is needed")
         if isinstance(prompts, str):
             prompts = [prompts]
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
@@ -102,9 +119,14 @@ class LLM:
             )
             for prompt, params in zip(prompts, each, strict=True)
         ]
-        self._engine.add_all(requests)
-        self._on_finish = on_finish or _ignore
-        self._chunks = {request.request_id: [] for request in requests}
+        num_first = len(requests) if max_in_flight is None else max_in_flight
+        first, held_back = requests[:num_first], requests[num_first:]
+        for request in held_back:
+            check_request(self.config, request)
+        self._batch = _Batch(held_back=deque(held_back), on_finish=on_finish or _ignore)
+        for request in first:
+            self._batch.submitted(request)
+        self._engine.add_all(first)
         try:
             while self._engine.step():
                 pass
@@ -154,14 +176,19 @@ class LLM:
 
     def _collect(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
-            self._chunks[chunk.request_id].append(chunk)
-            if chunk.finish_reason is not None:
-                self._on_finish()
+            self._batch.runs[chunk.request_id].append(chunk)
+            if chunk.finish_reason is None:
+                continue
+            self._batch.on_finish()
+            if self._batch.held_back:
+                request = self._batch.held_back.popleft()
+                self._batch.submitted(request)
+                self._engine.add(request)
 
     def _output(self, request: GenerateRequest) -> RequestOutput:
-        chunks = self._chunks.pop(request.request_id)
-        token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
-        last = chunks[-1]
+        run = self._batch.runs[request.request_id]
+        token_ids = tuple(token for chunk in run.chunks for token in chunk.token_ids)
+        last = run.chunks[-1]
         assert last.finish_reason is not None
         return RequestOutput(
             prompt_token_ids=request.prompt_token_ids,
@@ -169,8 +196,38 @@ class LLM:
             text=self.tokenizer.decode(token_ids, skip_special_tokens=True),
             finish_reason=last.finish_reason,
             speculation=last.speculation,
+            timing=RequestTiming(
+                submitted_at=run.submitted_at,
+                first_token_at=run.chunk_times[0],
+                finished_at=run.chunk_times[-1],
+            ),
         )
 
 
 def _ignore() -> None:
     return None
+
+
+@dataclass(slots=True)
+class _Run:
+    """What one request has emitted, each chunk with its arrival."""
+
+    submitted_at: float
+    chunks: list[TokenChunk] = field(default_factory=list)
+    chunk_times: list[float] = field(default_factory=list)
+
+    def append(self, chunk: TokenChunk) -> None:
+        self.chunks.append(chunk)
+        self.chunk_times.append(time.perf_counter())
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The requests of one `generate` call: those the engine has not got yet, and the others."""
+
+    held_back: deque[GenerateRequest] = field(default_factory=deque)
+    on_finish: Callable[[], None] = _ignore
+    runs: dict[str, _Run] = field(default_factory=dict)
+
+    def submitted(self, request: GenerateRequest) -> None:
+        self.runs[request.request_id] = _Run(time.perf_counter())

@@ -18,6 +18,7 @@ class RecitingShard:
 
     def __init__(self, config: object, rank: int) -> None:
         self.interrupt_in = -1
+        self.most_rows = 0
         self._in_flight: StepPlan | None = None
 
     def load(self) -> None:
@@ -28,6 +29,7 @@ class RecitingShard:
         if self.interrupt_in == 0:
             raise KeyboardInterrupt
         plan = decode_plan(payload)
+        self.most_rows = max(self.most_rows, len(plan.decode) + len(plan.prefill))
         previous, self._in_flight = self._in_flight, plan if plan.bucket else None
         if previous is None:
             return encode(None)
@@ -124,6 +126,41 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(llm: LLM) -> None:
         llm.generate([[1]], SamplingParams(max_tokens=20))
     (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2))
     assert output.token_ids == (2, 3)
+
+
+def test_no_more_requests_are_in_flight_than_asked_for(llm: LLM) -> None:
+    prompts = [[5] * (i + 1) for i in range(5)]
+    sampling = [SamplingParams(max_tokens=n) for n in (3, 1, 4, 2, 2)]
+    finished: list[None] = []
+    limited = llm.generate(
+        prompts, sampling, on_finish=lambda: finished.append(None), max_in_flight=1
+    )
+    assert llm._shard.most_rows == 1  # type: ignore[attr-defined]
+    assert len(finished) == 5
+    free = llm.generate(prompts, sampling)
+    assert llm._shard.most_rows == 2  # type: ignore[attr-defined]
+    assert [output.token_ids for output in limited] == [output.token_ids for output in free]
+
+
+def test_a_held_back_request_is_submitted_when_another_ends(llm: LLM) -> None:
+    first, second = (
+        output.timing
+        for output in llm.generate([[1], [2]], SamplingParams(max_tokens=3), max_in_flight=1)
+    )
+    assert first.submitted_at < first.first_token_at < first.finished_at
+    assert first.finished_at <= second.submitted_at < second.first_token_at < second.finished_at
+
+
+def test_a_rejected_prompt_that_is_held_back_keeps_all_from_running(llm: LLM) -> None:
+    with pytest.raises(RequestRejected):
+        llm.generate([[1], [1] * 64], max_in_flight=1)
+    assert llm.stats.prompt_tokens == 0
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_lets_nothing_run_is_refused(llm: LLM, limit: int) -> None:
+    with pytest.raises(ValueError, match=f"max_in_flight is {limit}, at least 1"):
+        llm.generate([[1], [2]], max_in_flight=limit)
 
 
 def test_several_ranks_are_refused(target: str) -> None:
