@@ -106,7 +106,8 @@ class ModelRank:
         slots = torch.cat([inputs.decode_slots, inputs.prefill_slots])
         slots = torch.where(emits, slots, state.scratch_slot)
         state.sampled.index_put_((slots,), sampled)
-        state.verified.index_put_((slots,), num_drafts)
+        planned = torch.cat([inputs.decode_num_drafts, torch.zeros_like(inputs.prefill_counts)])
+        state.planned.index_put_((slots,), planned)
         if self.drafter is not None:
             self._inject(inputs, rows, aux, sampled)
             propose = torch.cat([inputs.decode_propose, inputs.prefill_propose]) & emits
@@ -121,7 +122,7 @@ class ModelRank:
         slots = inputs.decode_slots
         sampled = state.sampled[slots]
         rejected = prev_rejected(
-            sampled, state.verified[slots], inputs.decode_in_flight, self.vocab_size
+            sampled, state.planned[slots], inputs.decode_in_flight, self.vocab_size
         )
         position = inputs.decode_positions - rejected
         bonus = bonus_tokens(sampled, self.vocab_size)
