@@ -53,6 +53,7 @@ class EngineArgs(_Frozen):
     rank. `cpus_per_shard` and `threads_per_shard` apply to CPU shards: the first is what Ray
     reserves, the second how many threads a shard computes with (default: an equal share).
     `step_timeout_s` is how long a shard may take for one step before it counts as wedged.
+    `async_scheduling` plans and submits a step before the output of the one before it was read.
     """
 
     model: str = Field(min_length=1)
@@ -69,6 +70,7 @@ class EngineArgs(_Frozen):
     cpus_per_shard: float = Field(default=0.5, ge=0.0001)
     threads_per_shard: int | None = Field(default=None, ge=1)
     step_timeout_s: float = Field(default=120.0, gt=0)
+    async_scheduling: bool = True
 
 
 class EngineConfig(_Frozen):
@@ -93,6 +95,7 @@ class EngineConfig(_Frozen):
     cpus_per_shard: float
     threads_per_shard: int | None
     step_timeout_s: float
+    async_scheduling: bool
 
     @classmethod
     def resolve(cls, args: Mapping[str, Any]) -> "EngineConfig":
@@ -146,6 +149,7 @@ class EngineConfig(_Frozen):
             cpus_per_shard=args.cpus_per_shard,
             threads_per_shard=args.threads_per_shard,
             step_timeout_s=args.step_timeout_s,
+            async_scheduling=args.async_scheduling,
         )
 
     @property

@@ -3,9 +3,10 @@
 import os
 import socket
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from actors.config import EngineConfig
 from actors.messages import StepOutput, StepPlan, decode_plan, encode
 from actors.shard_inputs import step_inputs, write_page_updates
+from actors.trace import DEVICE, Trace
 from models.backends.eager import EagerBackend
 from models.kv_cache import allocate
 from models.parallel import TensorParallel
@@ -34,7 +36,9 @@ class _InFlight:
 class Shard:
     """A plain class: `actors.placement` makes it a Ray actor, `actors.llm` uses it as it is."""
 
-    def __init__(self, config: EngineConfig, rank: int) -> None:
+    def __init__(self, config: EngineConfig, rank: int, *, trace: Trace | None = None) -> None:
+        """`trace` gets a span for every step, on the device's track."""
+        self._trace = trace
         self._config = config
         self._rank = rank
         threads = config.threads_per_shard or _equal_share(config.tensor_parallel_size)
@@ -94,10 +98,14 @@ class Shard:
         model = self._model
 
         def work() -> StepResult:
-            write_page_updates(plan, model.state)
-            return model.step(step_inputs(plan, model.state.scratch_slot))
+            with self._span(plan.step):
+                write_page_updates(plan, model.state)
+                return model.step(step_inputs(plan, model.state.scratch_slot))
 
         return _InFlight(plan, self._backend.submit(work))
+
+    def _span(self, step: int) -> AbstractContextManager[Any]:
+        return self._trace.span("step", DEVICE, step=step) if self._trace else nullcontext()
 
     def _load(self, rendezvous: str | None) -> None:
         config = self._config
