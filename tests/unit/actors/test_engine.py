@@ -538,3 +538,20 @@ def test_abandoning_an_idle_engine_changes_nothing(make_engine: Maker) -> None:
     engine.add(generate_request("a"))
     step_to_the_end(engine)
     assert len(delivered.tokens("a")) == 4
+
+
+def test_abandoning_forgets_what_is_still_in_the_inbox(make_engine: Maker) -> None:
+    engine, shards, _ = make_engine()
+    shards.may_drain_nothing = True
+    engine.add(generate_request("a"))
+    engine.abandon()
+    assert not engine.step()
+    assert shards.plans == []
+
+
+def test_an_engine_without_work_checks_that_nothing_is_held(make_engine: Maker) -> None:
+    engine, _, _ = make_engine()
+    engine.scheduler.pool.allocate(1)
+    engine.add(generate_request("a"))
+    with pytest.raises(AssertionError):
+        step_to_the_end(engine)
