@@ -7,6 +7,9 @@ from itertools import product
 from actors.config import EngineConfig
 from actors.messages import Bucket
 
+# Compilers write other code for a single row, which rounds otherwise.
+_LEAST_TOKENS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class BucketLadder:
@@ -35,7 +38,12 @@ class BucketLadder:
             verify_widths=sizes.verify_widths,
             prefill_rows=prefill_rows,
             prefill_widths=sizes.prefill_widths,
-            num_tokens=tuple(sorted({*decode, *prefill, max(decode) + max(prefill)})),
+            num_tokens=tuple(
+                sorted(
+                    {max(n, _LEAST_TOKENS) for n in (*decode, *prefill)}
+                    | {max(decode) + max(prefill)}
+                )
+            ),
             context_pages=tuple(
                 sorted({-(-length // config.block_size) for length in sizes.context_lengths})
             ),

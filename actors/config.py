@@ -78,6 +78,7 @@ class EngineArgs(_Frozen):
     rank. `cpus_per_shard` and `threads_per_shard` apply to CPU shards: the first is what Ray
     reserves, the second how many threads a shard computes with (default: an equal share).
     `step_timeout_s` is how long a shard may take for one step before it counts as wedged.
+    `async_scheduling` plans and submits a step before the output of the one before it was read.
     """
 
     model: str = Field(min_length=1)
@@ -98,6 +99,7 @@ class EngineArgs(_Frozen):
     exact: bool | None = None
     late_compile: Literal["log", "error"] = "log"
     buckets: BucketArgs = BucketArgs()
+    async_scheduling: bool = True
 
 
 class EngineConfig(_Frozen):
@@ -126,6 +128,7 @@ class EngineConfig(_Frozen):
     exact: bool
     late_compile: Literal["log", "error"]
     buckets: Buckets
+    async_scheduling: bool
 
     @classmethod
     def resolve(cls, args: Mapping[str, Any]) -> "EngineConfig":
@@ -184,6 +187,7 @@ class EngineConfig(_Frozen):
             exact=_exact(args, backend, dtype),
             late_compile=args.late_compile,
             buckets=_buckets(args, drafter.block_size if drafter else 1, max_model_len),
+            async_scheduling=args.async_scheduling,
         )
 
     @property
@@ -274,9 +278,7 @@ def _buckets(args: EngineArgs, verify_width: int, max_model_len: int) -> Buckets
     )
 
 
-def _sizes(
-    field: str, wanted: list[int] | None, first: int, last: int | None
-) -> tuple[int, ...]:
+def _sizes(field: str, wanted: list[int] | None, first: int, last: int | None) -> tuple[int, ...]:
     """`wanted`, checked, or doublings from `first` to `last` (None: four-fold steps, open)."""
     if wanted is None and last is None:
         return (first, 4 * first, 16 * first)

@@ -11,7 +11,8 @@ from actors.config import EngineConfig
 from actors.errors import EngineDead
 from actors.limits import check_request
 from actors.messages import GenerateRequest, StepOutput, StepPlan, TokenChunk, decode_output, encode
-from actors.scheduler import Scheduler
+from actors.scheduler import LeaveOut, Scheduler
+from actors.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,17 @@ class Engine:
         config: EngineConfig,
         shards: ShardGroup,
         deliver: Callable[[list[TokenChunk]], None],
+        *,
+        leave_out: LeaveOut | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        """`deliver` is called once a step, on the engine's thread, with that step's chunks."""
+        """`deliver` is called once for each step that was read, on the engine's thread, with that
+        step's chunks. `leave_out` is the scheduler's. `trace` gets what the host does.
+        """
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, leave_out=leave_out)
+        self._leave_out = leave_out
+        self._trace = trace
         self._shards = shards
         self._deliver = deliver
         self._inbox: deque[GenerateRequest | str] = deque()
@@ -74,7 +82,8 @@ class Engine:
         for bucket in self.scheduler.ladder.warm_up():
             plan = StepPlan(step=0, bucket=bucket)
             with self._fatal(plan):
-                self._run(plan)
+                self._exchange(plan)
+                self._exchange(StepPlan(step=plan.step))
 
     def stop(self) -> None:
         """Make `run` return after the step it is in."""
@@ -95,28 +104,64 @@ class Engine:
             self.step()
 
     def step(self) -> bool:
-        """Run one step to its end; whether there is work left.
+        """Submit one step, or none where all that is left is to read, and read the one before it.
 
-        Raises `EngineDead` where the shards failed.
+        Without `async_scheduling`, the submitted step is read too. Returns whether there is work
+        left, a step to read included. Raises `EngineDead` where the shards failed.
         """
         self._read_inbox()
         if not self.scheduler.has_work:
             return False
-        plan = self.scheduler.schedule()
-        assert plan.bucket is not None, "work left, but nothing was scheduled"
-        with self._fatal(plan):
-            chunks = self.scheduler.update(plan, self._run(plan))
-        self._deliver(chunks)
+        plan = self._schedule()
+        self._run(plan)
+        if not self.config.async_scheduling:
+            self._run(StepPlan(step=plan.step))
         self._read_inbox()
         if not self.scheduler.has_work:
             self.scheduler.check_idle()
         return self.scheduler.has_work
 
-    def _run(self, plan: StepPlan) -> StepOutput:
-        """The output of `plan`: submit it, then drain the pipeline behind it."""
-        self._shards.step(encode(plan))
-        output = decode_output(self._shards.step(encode(StepPlan(step=plan.step))))
-        assert output is not None, "the pipeline lost a step"
+    def abandon(self) -> None:
+        """End every request, wherever `step` was interrupted, and leave no output to be read.
+
+        Nothing is delivered. Raises `EngineDead` where the shards failed.
+        """
+        self._inbox.clear()
+        # An interrupt may have come between any two counters, so nothing of them is kept.
+        stats, lost = self.scheduler.stats, self.scheduler.num_requests
+        self.scheduler = Scheduler(self.config, leave_out=self._leave_out)
+        self.scheduler.stats = stats
+        stats.requests["abort"] += lost
+        drain = StepPlan(step=0)
+        with self._fatal(drain):
+            self._exchange(drain)
+
+    def _schedule(self) -> StepPlan:
+        if self._trace is None:
+            return self.scheduler.schedule()
+        with self._trace.span("schedule", "engine") as args:
+            plan = self.scheduler.schedule()
+            if plan.bucket is not None:
+                args["step"] = plan.step
+        return plan
+
+    def _run(self, plan: StepPlan) -> None:
+        """Submit `plan`; take in and deliver what the step before it emitted, if there is one."""
+        num_before = self.scheduler.num_unread - (plan.bucket is not None)
+        with self._fatal(plan):
+            output = self._exchange(plan)
+            assert (output is not None) == (num_before > 0), "a step was lost in the pipeline"
+            chunks = self.scheduler.update(output) if output is not None else None
+        if chunks is not None:
+            self._deliver(chunks)
+
+    def _exchange(self, plan: StepPlan) -> StepOutput | None:
+        """Submit `plan`, empty or not; the output of the step before it."""
+        if self._trace is not None and plan.bucket is not None:
+            self._trace.instant("submit", "engine", step=plan.step)
+        output = decode_output(self._shards.step(encode(plan)))
+        if self._trace is not None and output is not None:
+            self._trace.instant("read", "engine", step=output.step)
         return output
 
     @contextmanager

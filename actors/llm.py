@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.config import EngineConfig
 from actors.engine import Engine
-from actors.errors import ConfigError
+from actors.errors import ConfigError, EngineDead
 from actors.limits import check_request
 from actors.messages import (
     FinishReason,
@@ -22,8 +22,10 @@ from actors.messages import (
     SpeculationStats,
     TokenChunk,
 )
+from actors.scheduler import LeaveOut
 from actors.shard import Shard
 from actors.stats import EngineStats
+from actors.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +62,14 @@ class LLM:
         model: str,
         *,
         speculative_config: dict[str, Any] | None = None,
+        trace: Trace | None = None,
+        leave_out: LeaveOut | None = None,
         **engine_args: Any,
     ) -> None:
         """`engine_args` are the other fields of `actors.config.EngineArgs`.
 
-        Raises `ConfigError`.
+        `trace` gets what host and device do; `leave_out` is for tests, see `Scheduler`. Raises
+        `ConfigError`.
         """
         args = {"model": model, "speculative_config": speculative_config, **engine_args}
         self.config = EngineConfig.resolve(args)
@@ -75,9 +80,11 @@ class LLM:
             )
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._batch = _Batch()
-        self._shard = Shard(self.config, rank=0)
+        self._shard = Shard(self.config, rank=0, trace=trace)
         self._shard.load()
-        self._engine = Engine(self.config, self._shard, self._collect)
+        self._engine = Engine(
+            self.config, self._shard, self._collect, leave_out=leave_out, trace=trace
+        )
 
     @property
     def stats(self) -> EngineStats:
@@ -130,10 +137,12 @@ class LLM:
         try:
             while self._engine.step():
                 pass
-        finally:
-            # Interrupted: the next call must not find these requests.
-            for request in requests:
-                self._engine.abort(request.request_id)
+        except EngineDead:
+            raise
+        except BaseException:
+            # Interrupted: the next call must find neither these requests nor their last step.
+            self._engine.abandon()
+            raise
         return [self._output(request) for request in requests]
 
     def chat(

@@ -112,6 +112,11 @@ class DecodeRow:
     temperature: float = 0.0
     seed: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens fed, and emitted if every draft is accepted."""
+        return self.num_drafts + 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRow:
@@ -130,6 +135,11 @@ class PrefillRow:
     propose: bool
     temperature: float = 0.0
     seed: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens fed."""
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +160,15 @@ class StepPlan:
     decode: tuple[DecodeRow, ...] = ()
     prefill: tuple[PrefillRow, ...] = ()
     page_updates: tuple[PageUpdate, ...] = ()
+
+    @property
+    def rows(self) -> tuple[DecodeRow | PrefillRow, ...]:
+        return (*self.decode, *self.prefill)
+
+    @property
+    def emitting(self) -> tuple[DecodeRow | PrefillRow, ...]:
+        """The rows that a `StepOutput` has tokens of, in its order."""
+        return (*self.decode, *(row for row in self.prefill if row.last))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,10 +7,12 @@ from actors.messages import FinishReason, GenerateRequest, SpeculationStats
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`num_computed` tokens have their KV; the rest of `num_tokens` is still to be fed.
+    """`num_computed` tokens are known to have their KV, and steps whose output is unread feed up
+    to `num_ahead` more: exactly as many, if every draft in them is accepted.
 
     The first `prefill_len` tokens are fed as prefill rows; what comes after is known to the device
-    already. `slot` and `pages` are held while the request runs.
+    already. `slot` and `pages` are held while the request runs, and by one that has ended until
+    nothing of it is ahead.
     """
 
     message: GenerateRequest
@@ -18,6 +20,7 @@ class Request:
     max_len: int
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_ahead: int = 0
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -38,9 +41,26 @@ class Request:
         return len(self.message.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def next_position(self) -> int:
+        """Where the next row starts; optimistic for a decode row with something ahead."""
+        return self.num_computed + self.num_ahead
+
+    @property
     def num_left(self) -> int:
-        """How many more tokens this request may emit."""
+        """How many more tokens this request may emit, behind those that were read."""
         return self.max_len - self.num_tokens
+
+    @property
+    def num_left_ahead(self) -> int:
+        """How many more it may emit behind those of unread steps, if these emit all they can."""
+        # Behind a computed prompt one token is known that was not fed, the bonus.
+        return self.max_len - max(self.num_tokens, self.next_position + 1)
+
+    @property
+    def held_slot(self) -> int:
+        """The slot of a request that runs."""
+        assert self.slot is not None
+        return self.slot
 
     @property
     def speculation(self) -> SpeculationStats:

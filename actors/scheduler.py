@@ -2,9 +2,11 @@
 
 There are no phases. Every request has `num_computed`; a step feeds some of the tokens it still
 lacks, and prefill, chunked prefill and verification differ only in where those tokens are known.
+A step may be planned while the one before is unread: requests then count what is ahead of them.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from actors.buckets import BucketLadder
 from actors.config import EngineConfig
@@ -19,30 +21,49 @@ from actors.messages import (
 )
 from actors.page_pool import PagePool
 from actors.request import Request
+from actors.rows import decode_row, prefill_rows
 from actors.stats import EngineStats
+
+# Given the ids of the requests that a step would compute, the one to leave out of it, if any.
+LeaveOut = Callable[[Sequence[str]], str | None]
 
 
 class Scheduler:
     """Continuous batching with chunked prefill: decode rows first, prefill with what is left.
 
     A request is admitted when the pages for its longest possible output are free, so a running
-    request never waits for pages.
+    request never waits for pages. One that ends keeps its slot and pages until its last row was
+    read; that row's tokens are nobody's.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, leave_out: LeaveOut | None = None) -> None:
+        """`leave_out` is asked once a step, for tests: no schedule may change a token."""
         self.config = config
         self.stats = EngineStats()
         self.pool = PagePool(config.num_kv_pages)
         self.ladder = BucketLadder.for_config(config)
+        self._leave_out = leave_out
         self._free_slots = list(range(config.num_slots - 1, -1, -1))
+        self._requests: dict[str, Request] = {}  # that have not ended
         self._waiting: deque[Request] = deque()
-        self._running: dict[int, Request] = {}  # by slot, in order of admission
-        self._requests: dict[str, Request] = {}
+        # By slot, in order of admission; one that has ended too, while a row of it is unread.
+        self._running: dict[int, Request] = {}
+        self._unread: deque[StepPlan] = deque()
         self._step = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._unread)
+
+    @property
+    def num_unread(self) -> int:
+        """Scheduled steps whose output `update` has not seen."""
+        return len(self._unread)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
 
     def add(self, message: GenerateRequest) -> None:
         """Queue a request that passed `limits.check_request`."""
@@ -63,52 +84,63 @@ class Scheduler:
         self.stats.prompt_tokens += len(message.prompt_token_ids)
 
     def abort(self, request_id: str) -> None:
-        """End a request at once and free what it holds; unknown ids have ended already."""
+        """End a request at once; unknown ids have ended already."""
         request = self._requests.get(request_id)
         if request is not None:
             request.finish_reason = "abort"
-            self._release(request)
+            self._end(request)
+            self._free_ended()
 
     def schedule(self) -> StepPlan:
-        """The next step; an empty plan when there is nothing to compute."""
-        updates = self._admit()
-        decode = [self._decode_row(slot, r) for slot, r in self._running.items() if _is_decode(r)]
-        chunks = self._chunks(len(decode))
-        if not decode and not chunks:
-            return StepPlan(step=self._step)
-        self._step += 1
-        width = self.ladder.prefill_width([count for _, count in chunks]) if chunks else 0
-        prefill = [row for slot, count in chunks for row in self._prefill_rows(slot, count, width)]
-        ends = [row.position + row.num_drafts + 1 for row in decode]
-        ends += [row.start + len(row.token_ids) for row in prefill]
-        return StepPlan(
-            step=self._step,
-            bucket=self.ladder.bucket(
-                num_decode=len(decode),
-                num_drafts=max((row.num_drafts for row in decode), default=0),
-                num_prefill_rows=len(prefill),
-                prefill_width=width,
-                num_emitting=len(decode) + sum(row.last for row in prefill),
-                context_pages=-(-max(ends) // self.config.block_size),
-            ),
-            decode=tuple(decode),
-            prefill=tuple(prefill),
-            page_updates=tuple(updates),
-        )
+        """The next step; an empty plan where nothing can be computed before an output is read.
 
-    def update(self, plan: StepPlan, output: StepOutput) -> list[TokenChunk]:
-        """Advance by what survived `plan`; returns one chunk per request that emitted."""
+        At most one step may be unread. It is planned for as if all its drafts were accepted: a
+        request that would then be at its limit waits for the output.
+        """
+        assert len(self._unread) <= 1, "positions are corrected over one step only"
+        self._admit()
+        decode, chunks = self._choose()
+        if not decode and not chunks:
+            assert self._unread or not self._requests, "work left, but nothing can be planned"
+            return StepPlan(step=self._step)
+        max_drafts = self.config.num_drafts
+        width = self.ladder.prefill_width([count for _, count in chunks]) if chunks else 0
+        prefill = [
+            row
+            for request, count in chunks
+            for row in prefill_rows(request, count, width, max_drafts)
+        ]
+        self._step += 1
+        plan = self._plan([decode_row(request, max_drafts) for request in decode], prefill, width)
+        for row in plan.rows:
+            self._running[row.slot].num_ahead += row.num_tokens
+        self._unread.append(plan)
+        return plan
+
+    def update(self, output: StepOutput) -> list[TokenChunk]:
+        """Advance by what survived the oldest unread step.
+
+        Returns one chunk per request that emitted and had not ended before.
+        """
+        plan = self._unread.popleft()
         assert output.step == plan.step
+        for row in plan.rows:
+            self._running[row.slot].num_ahead -= row.num_tokens
         for row in plan.prefill:
-            self._running[row.slot].num_computed += len(row.token_ids)
-            self._mark_injected(self._running[row.slot])
-        emitting: list[DecodeRow | PrefillRow] = [*plan.decode]
-        emitting += [row for row in plan.prefill if row.last]
-        rows = zip(emitting, output.sampled, output.num_drafts, strict=True)
-        return [self._emit(row, sampled, num_drafts) for row, sampled, num_drafts in rows]
+            self._advance(self._running[row.slot], row.num_tokens)
+        chunks = []
+        emitted = zip(plan.emitting, output.sampled, output.num_drafts, strict=True)
+        for row, sampled, num_drafts in emitted:
+            assert 1 <= len(sampled) <= row.num_tokens, "no row emits none, or more than it fed"
+            request = self._running[row.slot]
+            if request.finish_reason is None:
+                chunks.append(self._emit(request, row, sampled, num_drafts))
+        self._free_ended()
+        return chunks
 
     def check_idle(self) -> None:
-        """Assert that nothing is held while nothing runs."""
+        """Assert that nothing is held while nothing runs, and that no output is unread."""
+        assert not self._unread
         assert not self._requests
         assert not self._running
         assert not self._waiting
@@ -116,9 +148,8 @@ class Scheduler:
         assert self.pool.num_free == self.pool.num_usable
         self.pool.check()
 
-    def _admit(self) -> list[PageUpdate]:
+    def _admit(self) -> None:
         """Start waiting requests, oldest first, while slots and pages last."""
-        updates = []
         while self._waiting and self._free_slots:
             request = self._waiting[0]
             needed = pages_needed(request.max_len, self.config.block_size)
@@ -128,75 +159,75 @@ class Scheduler:
             request.slot = self._free_slots.pop()
             request.pages = self.pool.allocate(needed)
             self._running[request.slot] = request
-            updates.append(PageUpdate(slot=request.slot, first=0, pages=tuple(request.pages)))
-        return updates
 
-    def _decode_row(self, slot: int, request: Request) -> DecodeRow:
-        sampling = request.message.sampling
-        # The last token a request may emit is never fed, nor are drafts that could not be emitted.
-        num_drafts = min(self.config.num_drafts, request.num_left - 1)
-        return DecodeRow(
-            slot=slot,
-            position=request.num_computed,
-            num_drafts=num_drafts,
-            propose=self._proposes(request),
-            temperature=sampling.temperature,
-            seed=sampling.seed,
+    def _choose(self) -> tuple[list[Request], list[tuple[Request, int]]]:
+        """Who decodes in the next step, and who prefills how many tokens."""
+        live = [request for request in self._running.values() if request.finish_reason is None]
+        decode = [r for r in live if _is_decode(r) and r.num_left_ahead > 0]
+        budget = self.config.max_num_batched_tokens - len(decode) * self.ladder.verify_widths[-1]
+        chunks = []
+        for request in live:
+            count = min(request.prefill_len - request.next_position, budget)
+            if count > 0:
+                chunks.append((request, count))
+                budget -= count
+        left_out = self._left_out([*decode, *(request for request, _ in chunks)])
+        return (
+            [request for request in decode if request is not left_out],
+            [(request, count) for request, count in chunks if request is not left_out],
         )
 
-    def _proposes(self, request: Request) -> bool:
-        """Drafts are of use only where another step may still verify one."""
-        return self.config.num_drafts > 0 and request.num_left > 2
+    def _left_out(self, chosen: list[Request]) -> Request | None:
+        if self._leave_out is None or not chosen:
+            return None
+        request_id = self._leave_out([request.request_id for request in chosen])
+        # Without it there would be no step to run or to read.
+        if request_id is None or (len(chosen) == 1 and not self._unread):
+            return None
+        return self._requests[request_id]
 
-    def _chunks(self, num_decode: int) -> list[tuple[int, int]]:
-        """`(slot, tokens)` to prefill within what decode leaves of the token budget."""
-        budget = self.config.max_num_batched_tokens - num_decode * self.ladder.verify_widths[-1]
-        chunks = []
-        for slot, request in self._running.items():
-            count = min(request.prefill_len - request.num_computed, budget)
-            if count > 0:
-                chunks.append((slot, count))
-                budget -= count
-        return chunks
-
-    def _prefill_rows(self, slot: int, count: int, width: int) -> list[PrefillRow]:
-        request = self._running[slot]
-        sampling = request.message.sampling
-        end = request.num_computed + count
-        rows = []
-        for start in range(request.num_computed, end, width):
-            stop = min(start + width, end)
-            rows.append(
-                PrefillRow(
-                    slot=slot,
-                    start=start,
-                    token_ids=request.message.prompt_token_ids[start:stop],
-                    fresh=start == 0,
-                    last=stop == request.prefill_len,
-                    propose=self._proposes(request),
-                    temperature=sampling.temperature,
-                    seed=sampling.seed,
-                )
-            )
-        return rows
+    def _plan(self, decode: list[DecodeRow], prefill: list[PrefillRow], width: int) -> StepPlan:
+        """The rows in their bucket; a request's pages come with its first row."""
+        ends = [row.position + row.num_tokens for row in decode]
+        ends += [row.start + row.num_tokens for row in prefill]
+        pages = -(-max(ends) // self.config.block_size)
+        return StepPlan(
+            step=self._step,
+            bucket=self.ladder.bucket(
+                num_decode=len(decode),
+                num_drafts=max((row.num_drafts for row in decode), default=0),
+                num_prefill_rows=len(prefill),
+                prefill_width=width,
+                num_emitting=len(decode) + sum(row.last for row in prefill),
+                context_pages=pages,
+            ),
+            decode=tuple(decode),
+            prefill=tuple(prefill),
+            page_updates=tuple(
+                PageUpdate(slot=row.slot, first=0, pages=tuple(self._running[row.slot].pages))
+                for row in prefill
+                if row.fresh
+            ),
+        )
 
     def _emit(
-        self, row: DecodeRow | PrefillRow, sampled: tuple[int, ...], num_drafts: int
+        self,
+        request: Request,
+        row: DecodeRow | PrefillRow,
+        sampled: tuple[int, ...],
+        num_drafts: int,
     ) -> TokenChunk:
-        request = self._running[row.slot]
-        assert sampled, "an emitting row emits at least one token"
         first_index = len(request.output_token_ids)
         kept = request.append(sampled)
         self.stats.output_tokens += len(kept)
         if isinstance(row, DecodeRow):
-            request.num_computed += len(sampled)
+            self._advance(request, len(sampled))
             request.verify_steps += 1
             request.draft_tokens += num_drafts
             request.verified_output += len(kept)
             self.stats.count_verify(num_drafts, len(kept))
-            self._mark_injected(request)
         if request.finish_reason is not None:
-            self._release(request)
+            self._end(request)
         return TokenChunk(
             request_id=request.request_id,
             first_index=first_index,
@@ -205,22 +236,28 @@ class Scheduler:
             speculation=request.speculation,
         )
 
-    def _mark_injected(self, request: Request) -> None:
-        """Every computed token is also the drafter's context, where there is a drafter."""
+    def _advance(self, request: Request, num_tokens: int) -> None:
+        """Count tokens as computed, which makes them the drafter's context, where there is one."""
+        request.num_computed += num_tokens
         if self.config.drafter is not None:
             full = request.num_computed // self.config.block_size
             self.pool.mark_drafter_valid(request.pages[:full])
 
-    def _release(self, request: Request) -> None:
+    def _end(self, request: Request) -> None:
+        """Count a request that has ended; `_free_ended` takes back what it holds."""
         assert request.finish_reason is not None
         self.stats.requests[request.finish_reason] += 1
         del self._requests[request.request_id]
         if request.slot is None:
             self._waiting.remove(request)
-            return
-        self.pool.free(request.pages)
-        del self._running[request.slot]
-        self._free_slots.append(request.slot)
+
+    def _free_ended(self) -> None:
+        """Take slot and pages back from ended requests of which nothing is unread."""
+        for slot, request in list(self._running.items()):
+            if request.finish_reason is not None and request.num_ahead == 0:
+                self.pool.free(request.pages)
+                del self._running[slot]
+                self._free_slots.append(slot)
 
 
 def pages_needed(max_len: int, block_size: int) -> int:
@@ -229,4 +266,4 @@ def pages_needed(max_len: int, block_size: int) -> int:
 
 
 def _is_decode(request: Request) -> bool:
-    return request.num_computed >= request.prefill_len
+    return request.next_position >= request.prefill_len

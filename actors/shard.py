@@ -3,14 +3,16 @@
 import os
 import socket
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from actors.config import EngineConfig
 from actors.messages import StepOutput, StepPlan, decode_plan, encode
 from actors.shard_inputs import step_inputs, write_page_updates
+from actors.trace import DEVICE, Trace
 from models.backends.backend import Backend
 from models.backends.cpu import CpuBackend
 from models.backends.eager import EagerBackend
@@ -32,7 +34,9 @@ class _InFlight:
 class Shard:
     """A plain class: `actors.placement` makes it a Ray actor, `actors.llm` uses it as it is."""
 
-    def __init__(self, config: EngineConfig, rank: int) -> None:
+    def __init__(self, config: EngineConfig, rank: int, *, trace: Trace | None = None) -> None:
+        """`trace` gets a span for every step, on the device's track."""
+        self._trace = trace
         self._config = config
         self._rank = rank
         threads = config.threads_per_shard or _equal_share(config.tensor_parallel_size)
@@ -94,10 +98,14 @@ class Shard:
         model = self._model
 
         def work() -> StepResult:
-            write_page_updates(plan, model.state)
-            return model.step(step_inputs(plan, model.state.scratch_slot))
+            with self._span(plan.step):
+                write_page_updates(plan, model.state)
+                return model.step(step_inputs(plan, model.state.scratch_slot))
 
         return _InFlight(plan, self._backend.submit(work))
+
+    def _span(self, step: int) -> AbstractContextManager[Any]:
+        return self._trace.span("step", DEVICE, step=step) if self._trace else nullcontext()
 
     def _load(self, rendezvous: str | None) -> None:
         config, backend = self._config, self._backend
@@ -164,9 +172,7 @@ def _output(plan: StepPlan, result: StepResult) -> StepOutput:
 def _backend(config: EngineConfig, num_threads: int) -> Backend:
     if config.backend == "eager":
         return EagerBackend(num_threads)
-    return CpuBackend(
-        num_threads, exact=config.exact, strict=config.late_compile == "error"
-    )
+    return CpuBackend(num_threads, exact=config.exact, strict=config.late_compile == "error")
 
 
 def _equal_share(num_shards: int) -> int:

@@ -4,6 +4,7 @@
 """
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,8 +114,14 @@ def main(
     max_model_len: Annotated[
         int | None, typer.Option(help="Context; the target's by default, which needs most memory.")
     ] = None,
+    async_scheduling: Annotated[
+        bool, typer.Option(help="Whether the speculative engine plans a step ahead.")
+    ] = True,
+    leave_out: Annotated[
+        int | None, typer.Option(help="Seed; leaves a random row out of each speculative step.")
+    ] = None,
 ) -> None:
-    """Compare speculation on, at --concurrency, with off, one request at a time."""
+    """Compare speculation on, at --concurrency, with off, one request and one step at a time."""
     rows = load_prompts(file, prompts)
     sampling = SamplingParams(max_tokens=max_tokens)
     speculative = {"method": "dflash", "model": drafter}
@@ -123,7 +130,13 @@ def main(
         EngineArgs.model_fields["max_num_batched_tokens"].default, concurrency * block_size
     )
     with (
-        LLM(model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1) as off,
+        LLM(
+            model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=1,
+            async_scheduling=False,
+        ) as off,
         LLM(
             model,
             dtype=dtype,
@@ -131,6 +144,8 @@ def main(
             max_num_seqs=concurrency,
             max_num_batched_tokens=budget,
             speculative_config=speculative,
+            async_scheduling=async_scheduling,
+            leave_out=None if leave_out is None else random.Random(leave_out).choice,
         ) as on,
     ):
         encoded = [off.encode_chat([{"role": "user", "content": row.text}]) for row in rows]

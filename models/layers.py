@@ -228,9 +228,7 @@ class Embedding(nn.Module):
 class LMHead(nn.Module):
     """Vocabulary-sharded head; logits stay on the rank that computed them."""
 
-    def __init__(
-        self, weight: Tensor, vocab_size: int, tp: TensorParallel, ops: Ops
-    ) -> None:
+    def __init__(self, weight: Tensor, vocab_size: int, tp: TensorParallel, ops: Ops) -> None:
         """`weight [ceil(vocab_size / tp.size), hidden]` is this rank's part (tied: the
         embedding's)."""
         super().__init__()

@@ -11,14 +11,15 @@ from models.rejection import count_valid
 
 
 def prev_rejected(
-    prev_sampled: Tensor, prev_num_drafts: Tensor, prev_in_flight: Tensor, vocab_size: int
+    prev_sampled: Tensor, prev_planned: Tensor, prev_in_flight: Tensor, vocab_size: int
 ) -> Tensor:
     """How far each row's optimistic position is ahead of the truth, `[rows] int32`.
 
-    `prev_sampled [rows, width]` is what the previous step emitted, `prev_num_drafts [rows]` how
-    many drafts its plan had, which is what the host counted on. Rows that were not in flight have exact positions: 0.
+    `prev_sampled [rows, width]` is what the previous step emitted, `prev_planned [rows]` how many
+    drafts its plan had: the host took all of them as accepted, also where the device had fewer to
+    verify. Rows that were not in flight have exact positions: 0.
     """
-    rejected = (1 + prev_num_drafts) - count_valid(prev_sampled, vocab_size)
+    rejected = (1 + prev_planned) - count_valid(prev_sampled, vocab_size)
     return torch.where(prev_in_flight, rejected, 0)
 
 

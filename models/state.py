@@ -11,7 +11,8 @@ class SlotState:
     """Device state, one row per slot and a last row that padded rows may scribble on.
 
     `sampled [slots, K + 1]` is the last emitted row, -1 padded; `planned [slots]` how many drafts
-    its plan meant to verify; `drafts [slots, K]` and `num_drafts [slots]` what it proposed next;
+    the plan gave that step (0 for prefill), which is what the host counts on until it reads more;
+    `drafts [slots, K]` and `num_drafts [slots]` what it proposed next;
     `block_table [slots, pages]` the request's KV pages. All int32.
     """
 

@@ -31,8 +31,9 @@ class StepInputs:
     `[C]`; prefill_tokens `[C, T]`; prefill_fresh `[C]` bool. emitting `[D]` is where each emitting
     row stands among the R + C rows: the valid decode rows in order, then prefill rows that end
     their prompt, then -1. propose `[D]` bool, temperatures `[D]` float32 (0 is greedy) and seeds
-    `[D, 2]` (low and high half of 64 bits) belong to emitting rows; D may be 0. `verify_width` is k + 1; there
-    are `num_tokens` token rows with their padding; every row reads `context_pages` KV pages.
+    `[D, 2]` (low and high half of 64 bits) belong to emitting rows; D may be 0.
+    `verify_width` is k + 1; there are `num_tokens` token rows with their padding; every row reads
+    `context_pages` KV pages.
     """
 
     verify_width: int

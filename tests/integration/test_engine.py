@@ -123,7 +123,8 @@ def test_decoding_requests_emit_in_every_step_of_a_chunked_prefill(
     long_prompt = [token for prompt in prompts for token in prompt][:150]
     sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     (expected,) = plain.generate([long_prompt], sampling)
-    with stepped(max_num_seqs=2, max_num_batched_tokens=40) as run:
+    # Running ahead, the decoding request would sometimes wait at its optimistic limit.
+    with stepped(max_num_seqs=2, max_num_batched_tokens=40, async_scheduling=False) as run:
         run.add("decoding", prompts[0])
         while not run.tokens("decoding"):
             run.engine.step()

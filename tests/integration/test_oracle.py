@@ -1,5 +1,7 @@
 """The demo pair against the oracle of DFlash: every draft, every step, and acceptance length."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -8,10 +10,17 @@ from actors.llm import LLM
 from actors.messages import SamplingParams
 from models import hub
 from models.steps import ModelRank, StepInputs, StepResult
-from tests.integration.demo import num_prompts, short_prompts
+from tests.integration.demo import demo_args, num_prompts, short_prompts
 from tests.oracle.dflash_reference import ReferenceDrafter, generate, load_drafter
 
 MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """Reads every step before it plans the next, as the oracle does: the steps are the same."""
+    with LLM(**demo_args(async_scheduling=False)) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +29,7 @@ def drafter() -> ReferenceDrafter:
 
 
 def test_drafts_and_acceptance_equal_the_oracles(
-    speculative: LLM,
+    llm: LLM,
     transformers_target: PreTrainedModel,
     drafter: ReferenceDrafter,
     monkeypatch: pytest.MonkeyPatch,
@@ -39,12 +48,10 @@ def test_drafts_and_acceptance_equal_the_oracles(
 
     monkeypatch.setattr(ModelRank, "step", spy)
     lengths = []
-    for prompt in short_prompts(speculative, num_prompts(2)):
+    for prompt in short_prompts(llm, num_prompts(2)):
         trace = generate(transformers_target, drafter, prompt, MAX_TOKENS)
         steps.clear()
-        (output,) = speculative.generate(
-            [prompt], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-        )
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
         assert list(output.token_ids) == trace.token_ids
         num_left = MAX_TOKENS - 1
         for (drafts, emitted), step in zip(steps, trace.steps, strict=True):

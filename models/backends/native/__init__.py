@@ -153,13 +153,16 @@ def _load() -> None:
     finally:
         os.environ["PATH"] = path
 
-    @torch.library.register_fake("dflash::linear")
-    def _(x: Tensor, handle: Tensor, bias: Tensor | None) -> Tensor:
-        return x.new_empty(x.shape[0], handle.shape[0])
+    torch.library.register_fake("dflash::linear", _linear_shape)
+    torch.library.register_fake("dflash::paged_attention", _attention_shape)
 
-    @torch.library.register_fake("dflash::paged_attention")
-    def _(q: Tensor, *rest: Tensor) -> Tensor:
-        return q.new_empty(q.shape)
+
+def _linear_shape(x: Tensor, handle: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], handle.shape[0])
+
+
+def _attention_shape(q: Tensor, *rest: Tensor) -> Tensor:
+    return q.new_empty(q.shape)
 
 
 def _fingerprint() -> str:

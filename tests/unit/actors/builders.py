@@ -50,6 +50,7 @@ def engine_config(
     max_num_batched_tokens: int = 32,
     block_size: int = 4,
     num_kv_pages: int | None = None,
+    async_scheduling: bool = True,
 ) -> EngineConfig:
     """`num_drafts` 0 is an engine without speculation; the pool defaults to one that is ample."""
     pages = max_num_seqs * -(-max_model_len // block_size) + 1
@@ -76,6 +77,7 @@ def engine_config(
         cpus_per_shard=0.5,
         threads_per_shard=1,
         step_timeout_s=10.0,
+        async_scheduling=async_scheduling,
     )
 
 

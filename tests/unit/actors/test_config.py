@@ -102,6 +102,10 @@ def test_the_number_of_drafts_may_be_spelled_out(target: Save, drafter: Save) ->
     assert resolve(target(), speculative_config=wanted).num_drafts == 3
 
 
+def test_steps_are_planned_ahead_unless_told_otherwise(target: Save) -> None:
+    assert resolve(target()).async_scheduling
+
+
 def test_what_the_user_sets_is_kept(target: Save) -> None:
     wanted: dict[str, Any] = {
         "served_model_name": "tiny",
@@ -115,6 +119,7 @@ def test_what_the_user_sets_is_kept(target: Save) -> None:
         "cpus_per_shard": 1.5,
         "threads_per_shard": 2,
         "step_timeout_s": 9.0,
+        "async_scheduling": False,
     }
     config = resolve(target(), **wanted)
     assert {name: getattr(config, name) for name in wanted} == wanted
@@ -183,6 +188,7 @@ def test_kv_memory_in_bfloat16_holds_twice_the_pages(target: Save) -> None:
             ["max_num_batched_tokens", "19", "max_num_seqs", "20"],
         ),
         ({"step_timeout_s": 0}, ["step_timeout_s", "0"]),
+        ({"async_scheduling": "no"}, ["async_scheduling", "no"]),
         ({"step_timeout_s": float("nan")}, ["step_timeout_s", "nan"]),
         ({"cpus_per_shard": -1}, ["cpus_per_shard", "-1", "0.0001"]),
         ({"cpus_per_shard": 0}, ["cpus_per_shard", "0.0001"]),

@@ -1,18 +1,21 @@
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from actors.config import EngineConfig
 from actors.engine import Engine
 from actors.errors import EngineDead, RequestRejected
 from actors.messages import StepOutput, StepPlan, TokenChunk, decode_plan, encode
-from tests.unit.actors.builders import engine_config, generate_request
+from actors.trace import Trace
+from tests.unit.actors.builders import EOS, engine_config, generate_request
 
 WAIT_S = 10.0
 Answer = Callable[[StepPlan], StepOutput | None]
+Maker = Callable[..., tuple[Engine, "FakeShards", "Delivered"]]
 
 
 def one_token_each(plan: StepPlan) -> StepOutput:
@@ -33,25 +36,27 @@ def all_accepted(plan: StepPlan) -> StepOutput:
 
 
 class FakeShards:
-    """Holds the engine to the protocol: a plan, then an empty plan that drains it."""
+    """Holds the engine to the protocol: without `ahead`, every plan is drained before the next."""
 
-    def __init__(self, answer: Answer = one_token_each) -> None:
+    def __init__(self, answer: Answer = one_token_each, ahead: bool = True) -> None:
         self.answer = answer
+        self.ahead = ahead
         self.plans: list[StepPlan] = []
         self.times_closed = 0
         self.threads: set[int] = set()
-        self._in_flight: StepPlan | None = None
+        self.in_flight: StepPlan | None = None
+        self.may_drain_nothing = False
 
     def step(self, payload: bytes) -> bytes:
         assert not self.times_closed, "a step after the end"
         self.threads.add(threading.get_ident())
         plan = decode_plan(payload)
-        previous, self._in_flight = self._in_flight, plan if plan.bucket else None
+        previous, self.in_flight = self.in_flight, plan if plan.bucket else None
         if plan.bucket is None:
-            assert previous is not None, "nothing was left to drain"
+            assert previous is not None or self.may_drain_nothing, "nothing was left to drain"
             assert (plan.decode, plan.prefill, plan.page_updates) == ((), (), ())
         else:
-            assert previous is None, "a plan before the last one was drained"
+            assert previous is None or self.ahead, "a plan before the last one was drained"
             self.plans.append(plan)
         return encode(None if previous is None else self.answer(previous))
 
@@ -91,11 +96,23 @@ class Delivered:
         )
 
 
-def make_engine(
-    answer: Answer = one_token_each, config: EngineConfig | None = None
-) -> tuple[Engine, FakeShards, Delivered]:
-    shards, delivered = FakeShards(answer), Delivered()
-    return Engine(config or engine_config(), shards, delivered), shards, delivered
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """Whether a step is submitted before the one in front of it was read."""
+    value: bool = request.param
+    return value
+
+
+@pytest.fixture
+def make_engine(ahead: bool) -> Maker:
+    def make(
+        answer: Answer = one_token_each, *, trace: Trace | None = None, **changes: Any
+    ) -> tuple[Engine, FakeShards, Delivered]:
+        shards, delivered = FakeShards(answer, ahead), Delivered()
+        config = engine_config(async_scheduling=ahead, **changes)
+        return Engine(config, shards, delivered, trace=trace), shards, delivered
+
+    return make
 
 
 def step_to_the_end(engine: Engine) -> None:
@@ -126,43 +143,41 @@ def running(engine: Engine) -> Iterator[threading.Thread]:
         raise errors[0]
 
 
-def test_without_work_the_shards_are_left_alone() -> None:
+def test_without_work_the_shards_are_left_alone(make_engine: Maker) -> None:
     engine, shards, delivered = make_engine()
     assert not engine.step()
     assert (shards.plans, delivered.calls) == ([], [])
 
 
-def test_a_request_is_stepped_to_its_end() -> None:
+def test_a_request_is_stepped_to_its_end(make_engine: Maker, ahead: bool) -> None:
     engine, shards, delivered = make_engine(all_accepted)
     engine.add(generate_request("a", 5, max_tokens=6))
     assert engine.step()
-    assert engine.step()
-    assert not engine.step()
+    assert len(delivered.chunks) == (0 if ahead else 1)
+    assert [engine.step() for _ in range(2 + ahead)] == [True] * (1 + ahead) + [False]
     assert [c.first_index for c in delivered.chunks] == [0, 1, 5]
     assert [len(c.token_ids) for c in delivered.chunks] == [1, 4, 1]
     assert [c.finish_reason for c in delivered.chunks] == [None, None, "length"]
     assert [plan.step for plan in shards.plans] == [1, 2, 3]
 
 
-def test_a_step_delivers_one_chunk_per_request_in_one_call() -> None:
+def test_a_step_delivers_one_chunk_per_request_in_one_call(make_engine: Maker) -> None:
     engine, _, delivered = make_engine()
     engine.add_all([generate_request("a"), generate_request("b")])
-    engine.step()
+    while not delivered.calls:
+        engine.step()
     assert [[c.request_id for c in call] for call in delivered.calls] == [["a", "b"]]
 
 
-def test_a_step_that_emits_nothing_delivers_nothing_for_anyone() -> None:
-    engine, _, delivered = make_engine(config=engine_config(max_num_batched_tokens=16))
+def test_a_step_that_emits_nothing_delivers_nothing_for_anyone(make_engine: Maker) -> None:
+    engine, _, delivered = make_engine(max_num_batched_tokens=16)
     engine.add(generate_request("a", 40, max_tokens=1))
-    assert engine.step()
-    assert engine.step()
-    assert delivered.chunks == []
-    assert not engine.step()
-    assert len(delivered.chunks) == 1
+    step_to_the_end(engine)
+    assert [len(call) for call in delivered.calls] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_one_rejected_request_leaves_none_queued(bad: int) -> None:
+def test_one_rejected_request_leaves_none_queued(make_engine: Maker, bad: int) -> None:
     engine, shards, _ = make_engine()
     requests = [generate_request(name, 1000 if i == bad else 5) for i, name in enumerate("abc")]
     with pytest.raises(RequestRejected):
@@ -172,7 +187,7 @@ def test_one_rejected_request_leaves_none_queued(bad: int) -> None:
     engine.scheduler.check_idle()
 
 
-def test_a_rejected_request_is_not_queued() -> None:
+def test_a_rejected_request_is_not_queued(make_engine: Maker) -> None:
     engine, shards, _ = make_engine()
     with pytest.raises(RequestRejected):
         engine.add(generate_request(max_tokens=0))
@@ -180,7 +195,7 @@ def test_a_rejected_request_is_not_queued() -> None:
     assert shards.plans == []
 
 
-def test_a_seed_no_plan_can_carry_does_not_end_the_engine() -> None:
+def test_a_seed_no_plan_can_carry_does_not_end_the_engine(make_engine: Maker) -> None:
     engine, _, delivered = make_engine()
     engine.add(generate_request("good"))
     with suppress(RequestRejected):
@@ -189,7 +204,7 @@ def test_a_seed_no_plan_can_carry_does_not_end_the_engine() -> None:
     assert len(delivered.tokens("good")) == 4
 
 
-def test_an_abort_in_the_same_breath_runs_nothing() -> None:
+def test_an_abort_in_the_same_breath_runs_nothing(make_engine: Maker) -> None:
     engine, shards, _ = make_engine()
     engine.add(generate_request("a"))
     engine.abort("a")
@@ -198,8 +213,8 @@ def test_an_abort_in_the_same_breath_runs_nothing() -> None:
     engine.scheduler.check_idle()
 
 
-def test_an_abort_while_queued() -> None:
-    engine, _, delivered = make_engine(config=engine_config(max_num_seqs=1))
+def test_an_abort_while_queued(make_engine: Maker) -> None:
+    engine, _, delivered = make_engine(max_num_seqs=1)
     engine.add_all([generate_request("a"), generate_request("b")])
     engine.step()
     engine.abort("b")
@@ -209,54 +224,55 @@ def test_an_abort_while_queued() -> None:
     engine.scheduler.check_idle()
 
 
-def test_an_abort_in_mid_stream_frees_everything() -> None:
+def test_an_abort_in_mid_stream_frees_everything(make_engine: Maker) -> None:
     engine, _, delivered = make_engine()
     engine.add_all([generate_request("a", max_tokens=20), generate_request("b", max_tokens=6)])
-    engine.step()
-    engine.step()
+    while not delivered.tokens("a"):
+        engine.step()
     engine.abort("a")
     step_to_the_end(engine)
-    assert len(delivered.tokens("a")) == 2
+    assert len(delivered.tokens("a")) == 1
     assert len(delivered.tokens("b")) == 6
     engine.scheduler.check_idle()
 
 
-def test_an_abort_during_a_step_takes_effect_after_it() -> None:
+def test_an_abort_during_a_step_takes_effect_after_it(make_engine: Maker) -> None:
     def abort_inside(plan: StepPlan) -> StepOutput:
         engine.abort("a")
         return one_token_each(plan)
 
     engine, _, delivered = make_engine(abort_inside)
     engine.add(generate_request("a", max_tokens=20))
-    assert not engine.step()
+    step_to_the_end(engine)
     assert len(delivered.tokens("a")) == 1
     engine.scheduler.check_idle()
 
 
-def test_an_abort_after_the_end_or_of_a_stranger_is_ignored() -> None:
+def test_an_abort_after_the_end_or_of_a_stranger_is_ignored(make_engine: Maker) -> None:
     engine, _, delivered = make_engine()
     engine.add(generate_request("a", max_tokens=1))
-    assert not engine.step()
+    step_to_the_end(engine)
     engine.abort("a")
     engine.abort("nobody")
     engine.add(generate_request("b", max_tokens=1))
-    assert not engine.step()
+    step_to_the_end(engine)
     assert delivered.reason("b") == "length"
     assert engine.scheduler.stats.requests == {"length": 2}
 
 
-def test_an_id_can_be_used_again_right_after_its_abort() -> None:
+def test_an_id_can_be_used_again_right_after_its_abort(make_engine: Maker) -> None:
     engine, _, delivered = make_engine()
     engine.add(generate_request("a", max_tokens=20))
-    engine.step()
+    while not delivered.chunks:
+        engine.step()
     engine.abort("a")
     engine.add(generate_request("a", max_tokens=1))
-    assert not engine.step()
+    step_to_the_end(engine)
     assert [c.first_index for c in delivered.chunks] == [0, 0]
 
 
 @pytest.mark.parametrize("failing_call", [1, 2, 3, 4])
-def test_a_failed_shard_ends_the_engine(failing_call: int) -> None:
+def test_a_failed_shard_ends_the_engine(make_engine: Maker, ahead: bool, failing_call: int) -> None:
     engine, shards, delivered = make_engine()
     healthy, calls = shards.step, 0
 
@@ -275,7 +291,8 @@ def test_a_failed_shard_ends_the_engine(failing_call: int) -> None:
     assert shards.times_closed == 1
     assert calls == failing_call
     # What was emitted in the steps before has reached the client.
-    assert len(delivered.tokens("a")) == (failing_call - 1) // 2
+    num_read = failing_call - 2 if ahead else (failing_call - 1) // 2
+    assert len(delivered.tokens("a")) == max(0, num_read)
 
 
 def nothing(plan: StepPlan) -> None:
@@ -295,15 +312,17 @@ def row_empty(plan: StepPlan) -> StepOutput:
 
 
 @pytest.mark.parametrize("answer", [nothing, output_of_another_step, row_missing, row_empty])
-def test_an_output_that_does_not_fit_its_plan_ends_the_engine(answer: Answer) -> None:
+def test_an_output_that_does_not_fit_its_plan_ends_the_engine(
+    make_engine: Maker, answer: Answer
+) -> None:
     engine, shards, _ = make_engine(answer)
     engine.add(generate_request())
     with pytest.raises(EngineDead):
-        engine.step()
+        step_to_the_end(engine)
     assert shards.times_closed == 1
 
 
-def test_run_ends_with_engine_dead() -> None:
+def test_run_ends_with_engine_dead(make_engine: Maker) -> None:
     def fail(plan: StepPlan) -> StepOutput:
         raise RuntimeError("out of memory")
 
@@ -314,7 +333,7 @@ def test_run_ends_with_engine_dead() -> None:
     assert shards.times_closed == 1
 
 
-def test_run_wakes_on_add_and_stops_on_stop() -> None:
+def test_run_wakes_on_add_and_stops_on_stop(make_engine: Maker) -> None:
     engine, shards, delivered = make_engine()
     with running(engine) as thread:
         for name in ("a", "b"):
@@ -326,7 +345,7 @@ def test_run_wakes_on_add_and_stops_on_stop() -> None:
     engine.scheduler.check_idle()
 
 
-def test_run_serves_many_threads_at_once() -> None:
+def test_run_serves_many_threads_at_once(make_engine: Maker) -> None:
     engine, _, delivered = make_engine(all_accepted)
     names = [f"r{i}" for i in range(24)]
 
@@ -346,7 +365,7 @@ def test_run_serves_many_threads_at_once() -> None:
     engine.scheduler.check_idle()
 
 
-def test_run_sleeps_while_idle() -> None:
+def test_run_sleeps_while_idle(make_engine: Maker) -> None:
     engine, shards, delivered = make_engine()
     with running(engine) as thread:
         engine.add(generate_request("a"))
@@ -360,15 +379,14 @@ def test_run_sleeps_while_idle() -> None:
         assert len(shards.plans) == steps
 
 
-def test_an_abort_wakes_run_and_ends_a_stream() -> None:
+def test_an_abort_wakes_run_and_ends_a_stream(make_engine: Maker) -> None:
     aborted = threading.Event()
 
     def slowly(plan: StepPlan) -> StepOutput:
         aborted.wait(0.001)
         return one_token_each(plan)
 
-    config = engine_config(max_model_len=4000)
-    engine, _, delivered = make_engine(slowly, config)
+    engine, _, delivered = make_engine(slowly, max_model_len=4000)
     with running(engine):
         engine.add(generate_request("a", max_tokens=3900))
         delivered.wait_for(lambda: len(delivered.calls) >= 3)
@@ -380,8 +398,8 @@ def test_an_abort_wakes_run_and_ends_a_stream() -> None:
     engine.scheduler.check_idle()
 
 
-def test_stop_ends_run_with_work_left() -> None:
-    engine, _, delivered = make_engine(config=engine_config(max_model_len=4000))
+def test_stop_ends_run_with_work_left(make_engine: Maker) -> None:
+    engine, _, delivered = make_engine(max_model_len=4000)
     with running(engine):
         engine.add(generate_request("a", max_tokens=3900))
         delivered.wait_for(lambda: len(delivered.calls) >= 3)
@@ -389,9 +407,151 @@ def test_stop_ends_run_with_work_left() -> None:
     assert len(delivered.tokens("a")) < 3900
 
 
-def test_stop_before_run_returns_at_once() -> None:
+def test_stop_before_run_returns_at_once(make_engine: Maker) -> None:
     engine, shards, _ = make_engine()
     engine.add(generate_request())
     engine.stop()
     engine.run()
     assert shards.plans == []
+
+
+# ------------------------------------------------------------------------------ running ahead
+
+
+def test_a_step_is_submitted_before_or_after_the_one_in_front_was_read(
+    make_engine: Maker, ahead: bool
+) -> None:
+    trace = Trace()
+    engine, shards, _ = make_engine(trace=trace, num_drafts=0)
+    engine.add_all([generate_request(name, max_tokens=12) for name in ("a", "b")])
+    step_to_the_end(engine)
+    when = {(span.name, span.args.get("step")): span.start_s for span in trace.spans}
+    steps = [plan.step for plan in shards.plans]
+    assert {("submit", step) for step in steps} | {("read", step) for step in steps} <= set(when)
+    early = {when["submit", after] < when["read", step] for step, after in pairwise(steps)}
+    assert early == {ahead}
+    assert all(when["schedule", step] < when["submit", step] < when["read", step] for step in steps)
+
+
+def test_an_engine_that_runs_ahead_never_waits_for_a_step_it_could_plan(
+    make_engine: Maker, ahead: bool
+) -> None:
+    """Without speculation nothing is uncertain, so the device always has the next step."""
+    engine, shards, delivered = make_engine(num_drafts=0)
+    engine.add(generate_request("a", max_tokens=20))
+    drained = 0
+    while engine.step():
+        drained += shards.in_flight is None
+    assert len(shards.plans) == 20
+    assert drained == (0 if ahead else 19)
+    assert len(delivered.tokens("a")) == 20
+
+
+def test_a_finish_is_delivered_before_the_wasted_step_is_read(make_engine: Maker) -> None:
+    eos = StepOutput(step=1, sampled=((EOS,),), num_drafts=(0,))
+    engine, shards, delivered = make_engine(
+        lambda plan: eos if plan.prefill else one_token_each(plan)
+    )
+    engine.add(generate_request("a", max_tokens=20))
+    while not delivered.calls:
+        more = engine.step()
+    assert delivered.reason("a") == "stop"
+    assert more == (len(shards.plans) == 2) == engine.scheduler.has_work
+    step_to_the_end(engine)
+    assert len(delivered.chunks) == 1
+    assert len(shards.plans) == (2 if more else 1)
+
+
+def test_rows_left_out_change_no_stream(ahead: bool) -> None:
+    asked = 0
+
+    def every_other(ids: Sequence[str]) -> str | None:
+        nonlocal asked
+        asked += 1
+        return ids[0] if asked % 2 else None
+
+    shards, delivered = FakeShards(all_accepted, ahead), Delivered()
+    engine = Engine(engine_config(async_scheduling=ahead), shards, delivered, leave_out=every_other)
+    engine.add_all([generate_request(name, max_tokens=9) for name in ("a", "b", "c")])
+    step_to_the_end(engine)
+    assert [len(delivered.tokens(name)) for name in ("a", "b", "c")] == [9, 9, 9]
+    assert asked >= len(shards.plans)
+    assert [len(plan.rows) for plan in shards.plans[:2]] == [2, 3]
+
+
+def test_warm_up_leaves_nothing_in_flight(make_engine: Maker) -> None:
+    engine, shards, delivered = make_engine()
+    engine.warm_up()
+    assert shards.in_flight is None
+    assert {plan.step for plan in shards.plans} == {0}
+    engine.add(generate_request("a"))
+    step_to_the_end(engine)
+    assert len(delivered.tokens("a")) == 4
+
+
+@pytest.mark.parametrize(
+    ("where", "interrupted_call"),
+    [("deliver", 0), *((w, n) for w in ("before", "behind") for n in (1, 2, 3, 4))],
+)
+def test_an_interrupted_engine_can_be_used_again(
+    make_engine: Maker, interrupted_call: int, where: str
+) -> None:
+    """An interrupt may come before a plan reaches the device, or take an output with it."""
+    engine, shards, delivered = make_engine(max_num_seqs=2)
+    healthy, calls = shards.step, 0
+
+    def step(payload: bytes) -> bytes:
+        nonlocal calls
+        calls += 1
+        if calls == interrupted_call and where == "before":
+            raise KeyboardInterrupt
+        answer = healthy(payload)
+        if calls == interrupted_call and where == "behind":
+            raise KeyboardInterrupt
+        return answer
+
+    shards.step = step  # type: ignore[method-assign]
+    if where == "deliver":
+        engine._deliver = lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt())
+    engine.add_all([generate_request(name, max_tokens=20) for name in ("a", "b", "c")])
+    with pytest.raises(KeyboardInterrupt):
+        step_to_the_end(engine)
+    engine._deliver = delivered
+    shards.may_drain_nothing = True
+    engine.abandon()
+    shards.may_drain_nothing = False
+    assert shards.in_flight is None
+    assert engine.scheduler.stats.requests == {"abort": 3}
+    engine.scheduler.check_idle()
+    delivered.calls.clear()
+    engine.add(generate_request("a", (7, 8), max_tokens=2))
+    step_to_the_end(engine)
+    assert [chunk.request_id for chunk in delivered.chunks] == ["a"] * len(delivered.chunks)
+    assert len(delivered.tokens("a")) == 2
+    assert engine.scheduler.stats.requests == {"abort": 3, "length": 1}
+
+
+def test_abandoning_an_idle_engine_changes_nothing(make_engine: Maker) -> None:
+    engine, shards, delivered = make_engine()
+    shards.may_drain_nothing = True
+    engine.abandon()
+    engine.add(generate_request("a"))
+    step_to_the_end(engine)
+    assert len(delivered.tokens("a")) == 4
+
+
+def test_abandoning_forgets_what_is_still_in_the_inbox(make_engine: Maker) -> None:
+    engine, shards, _ = make_engine()
+    shards.may_drain_nothing = True
+    engine.add(generate_request("a"))
+    engine.abandon()
+    assert not engine.step()
+    assert shards.plans == []
+
+
+def test_an_engine_without_work_checks_that_nothing_is_held(make_engine: Maker) -> None:
+    engine, _, _ = make_engine()
+    engine.scheduler.pool.allocate(1)
+    engine.add(generate_request("a"))
+    with pytest.raises(AssertionError):
+        step_to_the_end(engine)

@@ -16,9 +16,10 @@ from actors.messages import SamplingParams, StepOutput, StepPlan, decode_plan, e
 class RecitingShard:
     """Every step gives every emitting row one token more than the row's position."""
 
-    def __init__(self, config: object, rank: int) -> None:
+    def __init__(self, config: object, rank: int, *, trace: object = None) -> None:
         self.interrupt_in = -1
         self.most_rows = 0
+        self.interrupt_takes_output = False
         self._in_flight: StepPlan | None = None
 
     def load(self) -> None:
@@ -26,11 +27,13 @@ class RecitingShard:
 
     def step(self, payload: bytes) -> bytes:
         self.interrupt_in -= 1
-        if self.interrupt_in == 0:
+        if self.interrupt_in == 0 and not self.interrupt_takes_output:
             raise KeyboardInterrupt
         plan = decode_plan(payload)
         self.most_rows = max(self.most_rows, len(plan.decode) + len(plan.prefill))
         previous, self._in_flight = self._in_flight, plan if plan.bucket else None
+        if self.interrupt_in == 0:
+            raise KeyboardInterrupt
         if previous is None:
             return encode(None)
         ends = [row.position + 1 for row in previous.decode]
@@ -120,10 +123,27 @@ def test_samplings_that_do_not_match_the_prompts_are_refused(llm: LLM) -> None:
     assert llm.stats.prompt_tokens == 0
 
 
-def test_an_interrupted_call_leaves_nothing_for_the_next(llm: LLM) -> None:
-    llm._shard.interrupt_in = 4  # type: ignore[attr-defined]
+@pytest.mark.parametrize("takes_output", [False, True])
+@pytest.mark.parametrize("interrupt_in", [1, 2, 3, 4])
+def test_an_interrupted_call_leaves_nothing_for_the_next(
+    llm: LLM, interrupt_in: int, takes_output: bool
+) -> None:
+    shard = llm._shard
+    assert isinstance(shard, RecitingShard)
+    shard.interrupt_in, shard.interrupt_takes_output = interrupt_in, takes_output
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([[1]], SamplingParams(max_tokens=20))
+        llm.generate([[1], [5], [6]], SamplingParams(max_tokens=20))
+    outputs = llm.generate([[1, 2], [1]], SamplingParams(max_tokens=3))
+    assert [output.token_ids for output in outputs] == [(2, 3, 4), (1, 2, 3)]
+    assert llm.stats.requests == {"abort": 3, "length": 2}
+
+
+def test_a_failing_progress_bar_leaves_nothing_for_the_next(llm: LLM) -> None:
+    def fail() -> None:
+        raise RuntimeError("no terminal")
+
+    with pytest.raises(RuntimeError):
+        llm.generate([[1], [5]], [SamplingParams(max_tokens=n) for n in (1, 9)], fail)
     (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2))
     assert output.token_ids == (2, 3)
 

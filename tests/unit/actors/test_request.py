@@ -71,3 +71,19 @@ def test_without_stop_tokens_only_the_limit_ends() -> None:
     r = request(max_tokens=3, stops=frozenset())
     assert r.append((STOP, STOP, STOP, STOP)) == (STOP, STOP, STOP)
     assert r.finish_reason == "length"
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, K])
+def test_what_is_ahead_counts_as_emitted_in_full(num_drafts: int) -> None:
+    r = request(max_tokens=20)
+    assert (r.next_position, r.num_left_ahead) == (0, 20)
+    r.num_ahead = 3  # a chunk that is not the last emits nothing
+    assert (r.next_position, r.num_left_ahead) == (3, 20)
+    r.num_computed, r.num_ahead = 3, PROMPT_LEN - 3
+    assert (r.next_position, r.num_left_ahead) == (PROMPT_LEN, 19)
+    r.append((10,))
+    r.num_computed, r.num_ahead = PROMPT_LEN, 0
+    assert (r.num_left, r.num_left_ahead) == (19, 19)
+    r.num_ahead = num_drafts + 1
+    assert r.next_position == PROMPT_LEN + num_drafts + 1
+    assert (r.num_left, r.num_left_ahead) == (19, 19 - num_drafts - 1)

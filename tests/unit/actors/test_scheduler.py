@@ -1,6 +1,9 @@
+"""The scheduler against simulated devices, and what it does in cases that matter by themselves."""
+
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -9,275 +12,12 @@ from hypothesis import strategies as st
 from actors.config import EngineConfig
 from actors.errors import RequestRejected
 from actors.limits import check_request
-from actors.messages import (
-    DecodeRow,
-    GenerateRequest,
-    PrefillRow,
-    StepOutput,
-    StepPlan,
-    TokenChunk,
-)
+from actors.messages import GenerateRequest, StepOutput, StepPlan, TokenChunk
 from actors.scheduler import Scheduler
 from tests.unit.actors.builders import EOS, VOCAB, engine_config, generate_request
+from tests.unit.actors.simulation import Simulation
 
 STOP = 2
-# A slot, what it emitted, how many drafts it verified: -1 for the token that prefill gives.
-Emitting = tuple[int, tuple[int, ...], int]
-
-
-@dataclass(eq=False)
-class Expected:
-    """What a client should see of one request, and what the device holds for it."""
-
-    message: GenerateRequest
-    max_len: int
-    stops: frozenset[int]
-    output: list[int] = field(default_factory=list)
-    fed: int = 0
-    drafts: int = 0
-    table: tuple[int, ...] = ()
-    verify_steps: int = 0
-    draft_tokens: int = 0
-    verified_output: int = 0
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        return self.message.prompt_token_ids
-
-    @property
-    def left(self) -> int:
-        return self.max_len - len(self.prompt) - len(self.output)
-
-    @property
-    def decodes(self) -> bool:
-        return self.fed >= len(self.prompt)
-
-    def cut(self, run: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
-        for i, token in enumerate(run):
-            if token in self.stops:
-                return run[: i + 1], "stop"
-            if i + 1 == self.left:
-                return run[: i + 1], "length"
-        return run, None
-
-
-class Simulation:
-    """A scheduler, a device that accepts random drafts, and what has to be true of both."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self.scheduler = Scheduler(config)
-        self.waiting: list[Expected] = []
-        self.running: dict[int, Expected] = {}
-        self.ended: list[str] = []
-        self.finished: Counter[str] = Counter()
-        self.accepted_at: Counter[int] = Counter()
-        self.emitted = self.verify_steps = self.draft_tokens = self.prompt_tokens = 0
-
-    def add(self, message: GenerateRequest) -> None:
-        check_request(self.config, message)
-        self.scheduler.add(message)
-        sampling = message.sampling
-        self.waiting.append(
-            Expected(
-                message=message,
-                max_len=min(
-                    self.config.max_model_len,
-                    len(message.prompt_token_ids) + sampling.max_tokens,
-                ),
-                stops=frozenset(
-                    {*sampling.stop_token_ids, *([] if sampling.ignore_eos else [EOS])}
-                ),
-            )
-        )
-        self.prompt_tokens += len(message.prompt_token_ids)
-
-    def abort(self, request_id: str) -> None:
-        self.scheduler.abort(request_id)
-        if request_id not in self.ended:
-            self.finished["abort"] += 1
-            self.ended.append(request_id)
-        self.waiting = [r for r in self.waiting if r.message.request_id != request_id]
-        self.running = {
-            slot: r for slot, r in self.running.items() if r.message.request_id != request_id
-        }
-
-    def step(self, rng: random.Random, acceptance: float) -> list[TokenChunk]:
-        plan = self.scheduler.schedule()
-        self.admit(plan)
-        self.check_budget(plan)
-        self.check_pages(plan)
-        if plan.bucket is None:
-            assert not self.running
-            return []
-        emitting = self.feed_decode(plan, rng, acceptance) + self.feed_prefill(plan, rng)
-        output = StepOutput(
-            step=plan.step,
-            sampled=tuple(run for _, run, _ in emitting),
-            num_drafts=tuple(max(verified, 0) for _, _, verified in emitting),
-        )
-        chunks = self.scheduler.update(plan, output)
-        assert len(chunks) == len(emitting)
-        for chunk, (slot, run, verified) in zip(chunks, emitting, strict=True):
-            self.check_chunk(chunk, slot, run, verified)
-        self.check_stats()
-        self.check_drafter_valid()
-        self.scheduler.pool.check()
-        assert self.scheduler.has_work == bool(self.running or self.waiting)
-        return chunks
-
-    def admit(self, plan: StepPlan) -> None:
-        """Oldest first, and nobody waits while a slot and the pages are free."""
-        for update in plan.page_updates:
-            assert update.slot not in self.running
-            assert 0 <= update.slot < self.config.num_slots
-            assert update.first == 0
-            assert self.waiting, "a slot was given to nobody"
-            request = self.waiting.pop(0)
-            request.table = update.pages
-            self.running[update.slot] = request
-        if self.waiting and len(self.running) < self.config.num_slots:
-            held = sum(len(r.table) for r in self.running.values())
-            free = self.config.num_kv_pages - 1 - held
-            assert free < -(-self.waiting[0].max_len // self.config.block_size)
-
-    def check_budget(self, plan: StepPlan) -> None:
-        """Every decoding request is in the step; prefill gets all of the rest, oldest first."""
-        decoding = sorted(slot for slot, r in self.running.items() if r.decodes)
-        assert sorted(row.slot for row in plan.decode) == decoding
-        left = self.config.max_num_batched_tokens - len(decoding) * (self.config.num_drafts + 1)
-        assert left >= 0
-        chunks: Counter[int] = Counter()
-        for row in plan.prefill:
-            assert row.token_ids
-            chunks[row.slot] += len(row.token_ids)
-        for slot, request in self.running.items():  # in order of admission
-            wanted = min(left, len(request.prompt) - request.fed) if not request.decodes else 0
-            assert chunks[slot] == wanted
-            left -= wanted
-        assert set(chunks) <= set(self.running)
-
-    def check_pages(self, plan: StepPlan) -> None:
-        pages = [page for r in self.running.values() for page in r.table]
-        assert len(pages) == len(set(pages))
-        assert all(0 < page < self.config.num_kv_pages for page in pages)
-        bucket = plan.bucket
-        assert (bucket is None) == (not plan.decode and not plan.prefill)
-        if bucket is None:
-            return
-        assert len(plan.decode) <= bucket.decode_rows <= self.config.max_num_seqs
-        assert bucket.verify_width == self.config.num_drafts + 1
-        assert len(plan.prefill) <= bucket.prefill_rows
-        assert all(len(row.token_ids) <= bucket.prefill_width for row in plan.prefill)
-        ends = [(row.slot, row.position + row.num_drafts + 1) for row in plan.decode]
-        ends += [(row.slot, row.start + len(row.token_ids)) for row in plan.prefill]
-        for slot, end in ends:
-            size = self.config.block_size
-            assert end <= len(self.running[slot].table) * size
-            assert end <= bucket.context_pages * size
-            # The last token of a request is emitted and never fed.
-            assert end < self.running[slot].max_len <= self.config.max_model_len
-        assert bucket.context_pages <= self.config.pages_per_request
-
-    def feed_decode(self, plan: StepPlan, rng: random.Random, acceptance: float) -> list[Emitting]:
-        emitting: list[Emitting] = []
-        for row in plan.decode:
-            request = self.running[row.slot]
-            assert row.position == request.fed
-            assert not row.prev_in_flight
-            # Speculation is never off where a draft could still be emitted.
-            verified = min(row.num_drafts, request.drafts)
-            assert verified == row.num_drafts == min(self.config.num_drafts, request.left - 1)
-            accepted = 0
-            while accepted < verified and rng.random() < acceptance:
-                accepted += 1
-            run = tuple(rng.randrange(VOCAB // 2) for _ in range(accepted + 1))
-            request.fed += len(run)
-            request.drafts = self.config.num_drafts if row.propose else 0
-            self.check_sampling(row, request)
-            emitting.append((row.slot, run, verified))
-        return emitting
-
-    def feed_prefill(self, plan: StepPlan, rng: random.Random) -> list[Emitting]:
-        emitting: list[Emitting] = []
-        for row in plan.prefill:
-            request = self.running[row.slot]
-            end = row.start + len(row.token_ids)
-            assert row.start == request.fed
-            assert row.token_ids == request.prompt[row.start : end]
-            assert row.fresh == (row.start == 0)
-            assert row.last == (end == len(request.prompt))
-            request.fed = end
-            self.check_sampling(row, request)
-            if row.last:
-                request.drafts = self.config.num_drafts if row.propose else 0
-                emitting.append((row.slot, (rng.randrange(VOCAB // 2),), -1))
-        return emitting
-
-    def check_sampling(self, row: DecodeRow | PrefillRow, request: Expected) -> None:
-        assert row.seed == request.message.sampling.seed
-        assert row.temperature == request.message.sampling.temperature
-        # Behind this step's token and the next one's, a draft must have room.
-        assert not row.propose or (self.config.num_drafts > 0 and request.left > 2)
-
-    def check_chunk(
-        self, chunk: TokenChunk, slot: int, run: tuple[int, ...], verified: int
-    ) -> None:
-        request = self.running[slot]
-        kept, reason = request.cut(run)
-        assert chunk.request_id == request.message.request_id
-        assert chunk.first_index == len(request.output)
-        assert (chunk.token_ids, chunk.finish_reason) == (kept, reason)
-        request.output += kept
-        self.emitted += len(kept)
-        if verified >= 0:
-            request.verify_steps += 1
-            request.draft_tokens += verified
-            request.verified_output += len(kept)
-            self.verify_steps += 1
-            self.draft_tokens += verified
-            self.accepted_at.update(range(len(kept) - 1))
-        stats = chunk.speculation
-        assert stats.verify_steps == request.verify_steps
-        assert stats.draft_tokens == request.draft_tokens
-        assert stats.emitted_tokens == request.verified_output == len(request.output) - 1
-        assert stats.accepted_tokens == stats.emitted_tokens - stats.verify_steps
-        assert stats.accepted_tokens <= stats.draft_tokens
-        if reason is None:
-            return
-        self.finished[reason] += 1
-        self.ended.append(chunk.request_id)
-        del self.running[slot]
-
-    def check_drafter_valid(self) -> None:
-        """Exactly the full pages of fed positions, and none without a drafter."""
-        for request in self.running.values():
-            full = request.fed // self.config.block_size if self.config.drafter else 0
-            for index, page in enumerate(request.table):
-                assert self.scheduler.pool.drafter_valid(page) == (index < full)
-
-    def check_stats(self) -> None:
-        stats = self.scheduler.stats
-        assert stats.requests == self.finished
-        assert stats.prompt_tokens == self.prompt_tokens
-        assert stats.output_tokens == self.emitted
-        assert stats.verify_steps == self.verify_steps
-        assert stats.draft_tokens == self.draft_tokens
-        assert stats.accepted_at == self.accepted_at
-        assert stats.accepted_tokens == self.accepted_at.total()
-
-    def drain(self, rng: random.Random, acceptance: float) -> list[TokenChunk]:
-        chunks = []
-        # Every step feeds at least one token of the oldest request.
-        most = sum(r.max_len for r in (*self.waiting, *self.running.values()))
-        while self.scheduler.has_work:
-            most -= 1
-            assert most >= 0, "a request does not progress"
-            chunks += self.step(rng, acceptance)
-        self.scheduler.check_idle()
-        assert not self.waiting
-        assert not self.running
-        return chunks
 
 
 @dataclass(frozen=True)
@@ -291,13 +31,21 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class Step:
+class Submit:
     seed: int
     acceptance: float
 
 
+@dataclass(frozen=True)
+class Read:
+    pass
+
+
+Operation = Arrive | Abort | Submit | Read
+
+
 @st.composite
-def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Arrive | Abort | Step]]:
+def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
     num_drafts = draw(st.integers(0, 4))
     seqs = draw(st.integers(1, 4))
     block_size = draw(st.integers(1, 5))
@@ -311,60 +59,98 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Arrive | Abort | Step
         block_size=block_size,
         num_kv_pages=draw(st.integers(per_request + 1, seqs * per_request + 1)),
     )
-    kinds = draw(st.lists(st.sampled_from(["arrive", "abort", "step", "step"]), max_size=40))
-    operations: list[Arrive | Abort | Step] = []
+    kinds = draw(
+        st.lists(st.sampled_from(["arrive", "abort", "submit", "submit", "read"]), max_size=60)
+    )
+    operations: list[Operation] = []
     arrived = 0
     for kind in kinds:
         if kind == "arrive":
-            # Whose token it is can be told by its value: no two requests feed the same prompt.
             length = draw(st.integers(1, max_model_len - 1))
-            prompt = tuple((arrived * 7 + i * i) % VOCAB for i in range(length))
             request = generate_request(
                 f"r{arrived}",
-                prompt,
+                tuple((arrived * 7 + i * i) % VOCAB for i in range(length)),
                 max_tokens=draw(st.integers(1, 30)),
                 seed=arrived,
-                stop_token_ids=draw(st.sampled_from([(), (STOP,)])),
+                stop_token_ids=draw(st.sampled_from([(), (STOP,), tuple(range(2, 9))])),
                 ignore_eos=draw(st.booleans()),
             )
             operations.append(Arrive(request))
             arrived += 1
-        elif kind == "step":
+        elif kind == "submit":
             acceptance = draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-            operations.append(Step(draw(st.integers(0, 1000)), acceptance))
+            operations.append(Submit(draw(st.integers(0, 1000)), acceptance))
+        elif kind == "read":
+            operations.append(Read())
         elif arrived:
             operations.append(Abort(draw(st.integers(0, arrived - 1))))
     return config, operations
 
 
-@settings(max_examples=250, deadline=None)
-@given(scenarios(), st.integers(0, 1000))
+@settings(max_examples=400, deadline=None)
+@given(
+    scenario=scenarios(),
+    leave_out_seed=st.none() | st.integers(0, 1000),
+    seed=st.integers(0, 1000),
+    ahead=st.booleans(),
+)
 def test_any_traffic_keeps_the_invariants(
-    scenario: tuple[EngineConfig, list[Arrive | Abort | Step]], seed: int
+    scenario: tuple[EngineConfig, list[Operation]],
+    leave_out_seed: int | None,
+    seed: int,
+    ahead: bool,
 ) -> None:
+    """Steps are read before the next is planned or after, and requests end at any moment."""
     config, operations = scenario
-    simulation = Simulation(config)
+    simulation = Simulation(config, leave_out_seed)
     for operation in operations:
         match operation:
             case Arrive(request):
                 simulation.add(request)
             case Abort(index):
                 simulation.abort(f"r{index}")
-            case Step(step_seed, acceptance):
-                simulation.step(random.Random(step_seed), acceptance)
-    simulation.drain(random.Random(seed), 0.7)
+            case Submit(step_seed, acceptance):
+                if len(simulation.unread) == 2:
+                    simulation.read()
+                simulation.submit(random.Random(step_seed), acceptance)
+            case Read():
+                if simulation.unread:
+                    simulation.read()
+    simulation.drain(random.Random(seed), 0.7, ahead)
+    for client in simulation.clients:
+        assert client.aborted or client.seen == client.plain
 
 
-def answer(plan: StepPlan, *runs: tuple[int, ...]) -> StepOutput:
+@pytest.mark.parametrize("leave_out_seed", [None, 1])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_running_ahead_shows_clients_the_same(num_drafts: int, leave_out_seed: int | None) -> None:
+    """A long run with every kind of end, of requests that queue; the schedules do differ."""
+    seen = []
+    for ahead in (False, True):
+        config = engine_config(num_drafts=num_drafts, max_num_seqs=3, num_kv_pages=40)
+        simulation = Simulation(config, leave_out_seed)
+        for i in range(12):
+            simulation.add(generate_request(f"r{i}", tuple(range(3, 4 + i)), max_tokens=40, seed=i))
+        simulation.drain(random.Random(0), 0.6, ahead)
+        seen.append([client.seen for client in simulation.clients])
+        assert set(simulation.finished) == {"stop", "length"}
+        assert any(client.wasted_rows for client in simulation.clients) == ahead
+    assert seen[0] == seen[1]
+
+
+def answer(plan: StepPlan, runs: Sequence[tuple[int, ...]]) -> StepOutput:
     """The device's answer to `plan`, with every planned draft verified."""
     num_drafts = [row.num_drafts for row in plan.decode]
     num_drafts += [0 for row in plan.prefill if row.last]
-    return StepOutput(step=plan.step, sampled=runs, num_drafts=tuple(num_drafts))
+    return StepOutput(step=plan.step, sampled=tuple(runs), num_drafts=tuple(num_drafts))
+
+
+def read(scheduler: Scheduler, plan: StepPlan, *runs: tuple[int, ...]) -> list[TokenChunk]:
+    return scheduler.update(answer(plan, runs))
 
 
 def advance(scheduler: Scheduler, *runs: tuple[int, ...]) -> list[TokenChunk]:
-    plan = scheduler.schedule()
-    return scheduler.update(plan, answer(plan, *runs))
+    return read(scheduler, scheduler.schedule(), *runs)
 
 
 def test_an_idle_scheduler_plans_nothing() -> None:
@@ -379,7 +165,6 @@ def test_step_numbers_count_up() -> None:
     scheduler = Scheduler(engine_config())
     scheduler.add(generate_request(max_tokens=9))
     first = scheduler.schedule()
-    scheduler.update(first, answer(first, (10,)))
     assert scheduler.schedule().step == first.step + 1
 
 
@@ -395,7 +180,7 @@ def test_a_long_prompt_never_starves_a_stream() -> None:
         assert [row.slot for row in plan.decode] == [0]
         fed += sum(len(row.token_ids) for row in plan.prefill)
         runs = [(10,)] * (1 + (fed == 300))
-        scheduler.update(plan, answer(plan, *runs))
+        read(scheduler, plan, *runs)
     # The budget less the verified row is what a chunk may have: 300 tokens take 19 steps of 16.
     assert scheduler.stats.verify_steps == 19
 
@@ -408,14 +193,17 @@ def test_a_request_that_waits_for_pages_keeps_its_turn() -> None:
     plan = scheduler.schedule()
     assert [len(row.token_ids) for row in plan.prefill] == [9]
     scheduler.abort("first")
+    assert scheduler.schedule().bucket is None
+    read(scheduler, plan, (10,))
     assert [len(row.token_ids) for row in scheduler.schedule().prefill] == [15, 1]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_drafts", [0, 1, 9])
-def test_a_prompt_one_short_of_the_limit_gives_one_token(num_drafts: int) -> None:
+def test_a_prompt_one_short_of_the_limit_gives_one_token(num_drafts: int, ahead: bool) -> None:
     simulation = Simulation(engine_config(num_drafts=num_drafts, max_num_batched_tokens=64))
     simulation.add(generate_request("a", 63, max_tokens=50, ignore_eos=True))
-    chunks = simulation.drain(random.Random(0), 1.0)
+    chunks = simulation.drain(random.Random(0), 1.0, ahead)
     assert [(len(c.token_ids), c.finish_reason) for c in chunks] == [(1, "length")]
 
 
@@ -426,29 +214,33 @@ def test_a_prompt_at_or_over_the_limit_is_refused(length: int) -> None:
     assert caught.value.param == "prompt"
 
 
-@pytest.mark.parametrize("short", range(1, 12))
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("short", range(1, 24))
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
-def test_the_end_of_the_context_is_reached_exactly(short: int, acceptance: float) -> None:
+def test_the_end_of_the_context_is_reached_exactly(
+    short: int, acceptance: float, ahead: bool
+) -> None:
     simulation = Simulation(engine_config(num_drafts=9, max_num_batched_tokens=64))
     simulation.add(generate_request("a", 64 - short, max_tokens=100, ignore_eos=True))
-    chunks = simulation.drain(random.Random(0), acceptance)
+    chunks = simulation.drain(random.Random(0), acceptance, ahead)
     assert sum(len(chunk.token_ids) for chunk in chunks) == short
     assert chunks[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
-def test_mixed_max_tokens_in_one_batch(acceptance: float) -> None:
+def test_mixed_max_tokens_in_one_batch(acceptance: float, ahead: bool) -> None:
     k = 5
-    simulation = Simulation(engine_config(num_drafts=k, max_num_seqs=5))
-    limits = [1, 2, k, k + 1, k + 2]
+    simulation = Simulation(engine_config(num_drafts=k, max_num_seqs=6))
+    limits = [1, 2, k, k + 1, k + 2, 3 * k]
     for limit in limits:
-        simulation.add(generate_request(f"r{limit}", max_tokens=limit, ignore_eos=True))
-    chunks = simulation.drain(random.Random(0), acceptance)
+        simulation.add(generate_request(f"r{limit}", max_tokens=limit, seed=limit, ignore_eos=True))
+    chunks = simulation.drain(random.Random(0), acceptance, ahead)
     lengths: Counter[str] = Counter()
     for chunk in chunks:
         lengths[chunk.request_id] += len(chunk.token_ids)
     assert lengths == {f"r{limit}": limit for limit in limits}
-    assert simulation.scheduler.stats.requests == {"length": 5}
+    assert simulation.scheduler.stats.requests == {"length": 6}
 
 
 @pytest.mark.parametrize("offset", range(4))
@@ -520,12 +312,180 @@ def test_the_output_of_another_step_is_our_bug() -> None:
     scheduler.add(generate_request())
     plan = scheduler.schedule()
     with pytest.raises(AssertionError):
-        scheduler.update(plan, StepOutput(step=plan.step + 1, sampled=((1,),), num_drafts=(0,)))
+        scheduler.update(StepOutput(step=plan.step + 1, sampled=((1,),), num_drafts=(0,)))
 
 
 def test_check_idle_finds_what_is_held() -> None:
     scheduler = Scheduler(engine_config())
     scheduler.add(generate_request())
+    with pytest.raises(AssertionError):
+        scheduler.check_idle()
+
+
+# ----------------------------------------------------------------------------- one step unread
+
+
+def test_the_next_step_is_planned_as_if_every_draft_were_accepted() -> None:
+    scheduler = Scheduler(engine_config(num_drafts=3))
+    scheduler.add(generate_request(prompt=5, max_tokens=20))
+    prefill = scheduler.schedule()
+    first = scheduler.schedule()
+    read(scheduler, prefill, (10,))
+    second = scheduler.schedule()
+    read(scheduler, first, (11, 12))
+    third = scheduler.schedule()
+    rows = [plan.decode[0] for plan in (first, second, third)]
+    assert [(row.position, row.num_drafts) for row in rows] == [(5, 3), (9, 3), (5 + 2 + 4, 3)]
+    assert all(row.prev_in_flight for row in rows)
+
+
+def test_a_row_left_out_of_a_step_is_planned_exactly_in_the_next() -> None:
+    """It ran in the last but one step, which has been read by then."""
+    wishes = iter([None, None, "a", None])
+    scheduler = Scheduler(engine_config(num_drafts=3), leave_out=lambda ids: next(wishes))
+    for name in ("a", "b"):
+        scheduler.add(generate_request(name, max_tokens=20))
+    prefill = scheduler.schedule()
+    first = scheduler.schedule()
+    read(scheduler, prefill, (10,), (10,))
+    without = scheduler.schedule()
+    assert [row.slot for row in without.decode] == [1]
+    read(scheduler, first, (11, 12), (11,))
+    a, b = scheduler.schedule().decode
+    assert (a.prev_in_flight, a.position) == (False, 5 + 2)
+    assert (b.prev_in_flight, b.position) == (True, 5 + 1 + 4)
+
+
+def test_leaving_out_is_asked_once_a_step_and_never_stops_the_engine() -> None:
+    asked: list[list[str]] = []
+
+    def always_the_first(ids: Sequence[str]) -> str:
+        asked.append(list(ids))
+        return ids[0]
+
+    scheduler = Scheduler(engine_config(num_drafts=0), leave_out=always_the_first)
+    scheduler.add(generate_request("a", max_tokens=3))
+    prefill = scheduler.schedule()
+    assert prefill.prefill, "nothing else could be done"
+    assert scheduler.schedule().bucket is None
+    read(scheduler, prefill, (10,))
+    assert [row.slot for row in scheduler.schedule().decode] == [0]
+    assert asked == [["a"]] * 3
+
+
+def test_a_request_at_its_optimistic_limit_waits_for_its_output() -> None:
+    """Five tokens may come of the unread step; when one did, the request goes on."""
+    scheduler = Scheduler(engine_config(num_drafts=4))
+    scheduler.add(generate_request("a", max_tokens=6))
+    advance(scheduler, (10,))
+    plan = scheduler.schedule()
+    assert [row.num_drafts for row in plan.decode] == [4]
+    assert scheduler.schedule().bucket is None
+    read(scheduler, plan, (11,))
+    (row,) = scheduler.schedule().decode
+    assert (row.position, row.num_drafts, row.prev_in_flight) == (6, 3, False)
+
+
+@pytest.mark.parametrize("prompt", [5, 40])
+def test_without_speculation_no_step_is_missed_or_wasted(prompt: int) -> None:
+    scheduler = Scheduler(engine_config(num_drafts=0))
+    scheduler.add(generate_request("a", prompt, max_tokens=7))
+    plans = [scheduler.schedule()]
+    tokens = 0
+    while scheduler.has_work:
+        plans.append(scheduler.schedule())
+        runs = [(10,)] if plans[-2].decode or plans[-2].prefill[-1].last else []
+        tokens += sum(len(chunk.token_ids) for chunk in read(scheduler, plans[-2], *runs))
+    assert tokens == 7
+    # The last plan only drains.
+    chunks = -(-prompt // 32)
+    assert [bool(plan.bucket) for plan in plans] == [True] * (chunks + 6) + [False]
+    positions = [row.position for plan in plans for row in plan.decode]
+    assert positions == list(range(prompt, prompt + 6))
+
+
+def test_a_stop_read_late_wastes_one_row_and_frees_behind_it() -> None:
+    scheduler = Scheduler(engine_config(num_drafts=3, max_num_seqs=1))
+    scheduler.add(generate_request("a", max_tokens=20))
+    scheduler.add(generate_request("b", max_tokens=20))
+    prefill = scheduler.schedule()
+    wasted = scheduler.schedule()
+    (chunk,) = read(scheduler, prefill, (EOS,))
+    assert (chunk.token_ids, chunk.finish_reason) == ((EOS,), "stop")
+    assert scheduler.schedule().bucket is None, "the slot is not free before its last row was read"
+    assert read(scheduler, wasted, (11, 12)) == []
+    assert scheduler.stats.verify_steps == scheduler.stats.draft_tokens == 0
+    assert scheduler.stats.output_tokens == 1
+    (row,) = scheduler.schedule().prefill
+    assert (row.slot, row.fresh) == (0, True)
+
+
+def test_an_abort_ends_at_once_and_frees_behind_the_last_unread_row() -> None:
+    scheduler = Scheduler(engine_config(num_drafts=3))
+    pool = scheduler.pool
+    scheduler.add(generate_request("a", max_tokens=20))
+    prefill, decode = scheduler.schedule(), scheduler.schedule()
+    scheduler.abort("a")
+    assert scheduler.stats.requests == {"abort": 1}
+    assert scheduler.num_requests == 0
+    assert scheduler.has_work
+    assert read(scheduler, prefill, (10,)) == []
+    assert pool.num_free < pool.num_usable
+    assert read(scheduler, decode, (11, 12)) == []
+    scheduler.check_idle()
+    assert scheduler.stats.output_tokens == 0
+
+
+def test_an_abort_in_the_middle_of_a_prompt_frees_behind_all_its_rows() -> None:
+    scheduler = Scheduler(engine_config(max_num_batched_tokens=18))
+    scheduler.add(generate_request("a", 60, max_tokens=3))
+    plan = scheduler.schedule()
+    assert len(plan.prefill) > 1
+    scheduler.abort("a")
+    assert read(scheduler, plan) == []
+    scheduler.check_idle()
+
+
+def test_an_id_aborted_in_flight_can_be_used_at_once() -> None:
+    scheduler = Scheduler(engine_config(num_drafts=0))
+    scheduler.add(generate_request("a", (3, 4), max_tokens=20))
+    first = scheduler.schedule()
+    scheduler.abort("a")
+    scheduler.add(generate_request("a", (7, 8, 9), max_tokens=2))
+    second = scheduler.schedule()
+    assert [row.slot for row in second.prefill] == [1]
+    assert read(scheduler, first, (10,)) == []
+    (chunk,) = read(scheduler, second, (11,))
+    assert (chunk.first_index, chunk.token_ids) == (0, (11,))
+
+
+def test_only_one_step_may_be_unread() -> None:
+    scheduler = Scheduler(engine_config())
+    scheduler.add(generate_request(max_tokens=20))
+    scheduler.schedule()
+    scheduler.schedule()
+    with pytest.raises(AssertionError, match="one step only"):
+        scheduler.schedule()
+
+
+def test_an_output_without_a_step_is_our_bug() -> None:
+    with pytest.raises(IndexError):
+        Scheduler(engine_config()).update(StepOutput(step=0))
+
+
+def test_more_tokens_than_were_fed_are_our_bug() -> None:
+    scheduler = Scheduler(engine_config(num_drafts=3))
+    scheduler.add(generate_request(max_tokens=20))
+    advance(scheduler, (10,))
+    with pytest.raises(AssertionError, match="more than it fed"):
+        advance(scheduler, (10,) * 5)
+
+
+def test_check_idle_finds_what_is_unread() -> None:
+    scheduler = Scheduler(engine_config())
+    scheduler.add(generate_request())
+    scheduler.schedule()
+    scheduler.abort("a")
     with pytest.raises(AssertionError):
         scheduler.check_idle()
 

@@ -1,8 +1,10 @@
 """Whole steps of a rank, driven by hand, against the oracle's trace of each request."""
 
 import copy
+import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import pytest
 import torch
@@ -201,7 +203,7 @@ def test_a_chunk_that_is_not_the_last_leaves_the_slots_state_alone(trained: Pair
     rank = load_model_rank(*trained("qwen3"), page_size=PAGE)
     rank.step(inputs(prefill=[Prefill(0, PROMPT[:5], last=False)]))
     assert rank.state.sampled[0].tolist() == [-1] * (K + 1)
-    assert int(rank.state.verified[0]) == int(rank.state.num_drafts[0]) == 0
+    assert int(rank.state.planned[0]) == int(rank.state.num_drafts[0]) == 0
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -445,3 +447,119 @@ def test_rows_in_flight_and_rows_that_were_read_share_a_step(trained: PairMaker)
     following = emitted(rank.step(inputs([Decode(0, fed)])))[0]
     start += len(result[1])
     assert following == first.token_ids[start : start + len(following)]
+
+
+@dataclass(eq=False)
+class Replay:
+    """One request replayed by hand: its plain tokens, how many are out, what its slot holds."""
+
+    prompt: list[int]
+    tokens: list[int]
+    fed: int = 0
+    out: int = 0
+    drafts: list[int] = field(default_factory=list)
+    planned: int = 0
+    emitted: int = 0
+    in_vain: bool = False  # more drafts were planned than there were
+    unread: bool = False
+
+    def prefill(self, count: int) -> list[int]:
+        self.fed += count
+        if self.fed < len(self.prompt):
+            return []
+        self.planned, self.emitted, self.out = 0, 1, 1
+        return self.tokens[:1]
+
+    def verify(self, num_drafts: int) -> list[int]:
+        """What a step with so many planned drafts emits, draft by draft."""
+        future = self.tokens[self.out :]
+        count = 1
+        for draft, token in zip(self.drafts[:num_drafts], future, strict=False):
+            if draft != token:
+                break
+            count += 1
+        self.in_vain = num_drafts > len(self.drafts)
+        self.planned, self.emitted = num_drafts, count
+        self.fed += count
+        self.out += count
+        return future[:count]
+
+
+class History:
+    """Random steps of three slots; the host reads an output in time, late or not at all."""
+
+    def __init__(self, rng: random.Random, texts: Sequence[tuple[list[int], list[int]]]) -> None:
+        self.rng = rng
+        self.texts = texts
+        self.slots = {slot: Replay(*rng.choice(texts)) for slot in range(3)}
+        self.met: Counter[str] = Counter()
+
+    def decode(self, slot: int) -> Decode:
+        request = self.slots[slot]
+        in_flight = request.unread
+        if in_flight and self.rng.random() < 0.2:
+            in_flight = False
+            self.met["read in time"] += 1
+        ahead = 1 + request.planned - request.emitted if in_flight else 0
+        self.met["corrected"] += ahead > 0
+        self.met["planned in vain"] += in_flight and request.in_vain
+        return Decode(
+            slot,
+            request.fed + ahead,
+            num_drafts=self.rng.randint(0, K),
+            propose=self.rng.random() < 0.7,
+            in_flight=in_flight,
+        )
+
+    def prefill(self, slot: int) -> Prefill:
+        request = self.slots[slot]
+        left = len(request.prompt) - request.fed
+        count = self.rng.randint(1, left)
+        chunk = request.prompt[request.fed : request.fed + count]
+        propose = self.rng.random() < 0.7
+        return Prefill(slot, chunk, request.fed, last=count == left, propose=propose)
+
+    def step(self, rank: ModelRank) -> None:
+        decode, prefill = [], []
+        for slot in self.rng.sample(range(3), 3):
+            request = self.slots[slot]
+            if request.out + K + 1 > len(request.tokens):
+                request = self.slots[slot] = Replay(*self.rng.choice(self.texts))
+            if self.rng.random() < 0.2:
+                self.met["left out"] += request.unread
+                request.unread = False
+            elif request.fed < len(request.prompt):
+                prefill.append(self.prefill(slot))
+            else:
+                decode.append(self.decode(slot))
+        if not decode and not prefill:
+            return
+        verified = [min(d.num_drafts, len(self.slots[d.slot].drafts)) for d in decode]
+        expected = [self.slots[row.slot].verify(row.num_drafts) for row in decode]
+        expected += [self.slots[row.slot].prefill(len(row.tokens)) for row in prefill]
+        result = rank.step(inputs(decode, prefill))
+        assert emitted(result) == expected
+        assert result.num_drafts.tolist() == verified + [0] * len(prefill)
+        for row in (*decode, *(row for row in prefill if row.last)):
+            request = self.slots[row.slot]
+            request.unread = True
+            request.drafts = drafts_in(rank, row.slot)
+            assert len(request.drafts) == (K if row.propose else 0)
+            assert int(rank.state.planned[row.slot]) == request.planned
+
+
+@torch.inference_mode()
+def test_random_histories_are_corrected_as_a_replay_says(trained: PairMaker) -> None:
+    """Rows that are unread, were read, were left out or are fresh; fewer drafts than planned."""
+    pair = trained("qwen3")
+    prompts = [PROMPT, OTHER_PROMPT, PROMPT[::-1]]
+    texts = [(prompt, trace_of(pair, prompt).token_ids) for prompt in prompts]
+    met: Counter[str] = Counter()
+    for seed in range(6):
+        rank = load_model_rank(*pair, page_size=PAGE)
+        history = History(random.Random(seed), texts)
+        for _ in range(40):
+            history.step(rank)
+        met += history.met
+    kinds = ("corrected", "planned in vain", "read in time", "left out")
+    assert min(met[kind] for kind in kinds) > 10, met

@@ -1,0 +1,54 @@
+"""A request's rows in the plan of a step: the tokens it feeds next, as far as the host knows."""
+
+from actors.messages import DecodeRow, PrefillRow
+from actors.request import Request
+
+
+def decode_row(request: Request, max_drafts: int) -> DecodeRow:
+    """Verify up to `max_drafts` drafts behind the bonus token, fewer near the request's end."""
+    sampling = request.message.sampling
+    in_flight = request.num_ahead > 0
+    # The unread step emits at least one token, maybe no more: then this step needs the drafts.
+    most_left = request.num_left - in_flight
+    return DecodeRow(
+        slot=request.held_slot,
+        position=request.next_position,
+        # The last token a request may emit is never fed, nor are drafts that could not be emitted.
+        num_drafts=min(max_drafts, request.num_left_ahead - 1),
+        propose=_is_proposing(max_drafts, most_left),
+        prev_in_flight=in_flight,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+    )
+
+
+def prefill_rows(request: Request, count: int, width: int, max_drafts: int) -> list[PrefillRow]:
+    """Feed the next `count` known tokens, in rows of up to `width`."""
+    sampling = request.message.sampling
+    first = request.next_position
+    end = first + count
+    rows = []
+    for start in range(first, end, width):
+        stop = min(start + width, end)
+        rows.append(
+            PrefillRow(
+                slot=request.held_slot,
+                start=start,
+                token_ids=request.message.prompt_token_ids[start:stop],
+                fresh=start == 0,
+                last=stop == request.prefill_len,
+                propose=_is_proposing(max_drafts, request.num_left),
+                temperature=sampling.temperature,
+                seed=sampling.seed,
+            )
+        )
+    return rows
+
+
+def _is_proposing(max_drafts: int, most_left: int) -> bool:
+    """Drafts are of use only where another step may still verify one.
+
+    `most_left` is how many tokens the request may have left before this step, at the most. Where
+    this says no, no later row of the request is planned with drafts.
+    """
+    return max_drafts > 0 and most_left > 2
