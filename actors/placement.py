@@ -49,7 +49,7 @@ class RayShardGroup:
                 # Spinning long at the end of every parallel region helps only while nobody else
                 # wants the core; proxies, server and router do, and a step then takes ten times
                 # as long (docs/decisions.md).
-                runtime_env={"env_vars": {"GOMP_SPINCOUNT": "1000"}},
+                runtime_env={"env_vars": {"GOMP_SPINCOUNT": "20000"}},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=1 + rank
                 ),

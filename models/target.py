@@ -107,7 +107,7 @@ class Target(nn.Module):
             head = parameter(reader.read("lm_head.weight", rows, dtype, expect=shape))
         self.lm_head = LMHead(head, config.vocab_size, tp, ops)
         # Groups alike are compiled once; few, so that compiling one takes seconds.
-        self.group_size = max(n for n in range(1, 7) if decoder.num_layers % n == 0)
+        self.group_size = max(n for n in (1, 2, 3) if decoder.num_layers % n == 0)
         cos, sin = rope_table(decoder, num_positions)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)

@@ -2,8 +2,9 @@
 
 import logging
 import os
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,8 @@ _INDUCTOR = {
     # Ranks are killed when an engine ends; a pool of compiler processes would outlive them.
     "compile_threads": 1,
 }
+# A region's argument, or a field of one; `self` is the engine's own.
+_GIVEN = re.compile(r"(?!self\b)\w+(\.\w+)?")
 # Shapes per region and process; dynamo's own bound of 8 assumes that shapes rarely differ.
 _MOST_SHAPES = 256
 
@@ -49,7 +52,11 @@ class CpuBackend(EagerBackend):
     def compile(self, region: Region) -> Region:
         """See `Backend.compile`. One graph per set of shapes, or an error."""
         compiled = torch.compile(
-            _with_own_code(region), fullgraph=True, dynamic=False, backend=self._compile_graph
+            _with_own_code(region),
+            fullgraph=True,
+            dynamic=False,
+            backend=self._compile_graph,
+            options={"guard_filter_fn": _guards_to_keep},
         )
         return cast(Region, compiled)
 
@@ -57,7 +64,9 @@ class CpuBackend(EagerBackend):
         """See `Backend.seal`."""
         self._sealed = True
 
-    def _compile_graph(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def _compile_graph(
+        self, graph: torch.fx.GraphModule, inputs: list[Any], **_: Any
+    ) -> Callable[..., Any]:
         if self._sealed:
             self.late_compiles += 1
             shapes = [tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor)][:3]
@@ -73,6 +82,16 @@ def _prepare(exact: bool) -> NativeOps:
     torch._dynamo.config.recompile_limit = _MOST_SHAPES
     torch._dynamo.config.accumulated_recompile_limit = _MOST_SHAPES
     return NativeOps(exact=exact)
+
+
+def _guards_to_keep(guards: Sequence[Any]) -> list[bool]:
+    """Only what tells buckets apart: shapes of the tensors a region is given, numbers of them.
+
+    All else that a region reads (weights, pools, constants) is fixed when its engine is loaded,
+    and checking it in every step would cost a twentieth of the step.
+    """
+    kinds = ("TENSOR_MATCH", "EQUALS_MATCH", "CONSTANT_MATCH", "SEQUENCE_LENGTH")
+    return [g.guard_type in kinds and bool(_GIVEN.fullmatch(g.name)) for g in guards]
 
 
 def _with_own_code(region: Callable[..., Any]) -> Callable[..., Any]:

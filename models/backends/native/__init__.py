@@ -170,6 +170,8 @@ def _fingerprint() -> str:
     info = Path("/proc/cpuinfo")
     cpu = platform.processor() + platform.machine()
     if info.is_file():
-        cpu = next((l for l in info.read_text().splitlines() if l.startswith("flags")), cpu)
+        cpu = next(
+            (line for line in info.read_text().splitlines() if line.startswith("flags")), cpu
+        )
     parts = [_SOURCE.read_text(), torch.__version__, cpu, *_FLAGS, os.environ.get("CXX", "")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

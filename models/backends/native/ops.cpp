@@ -34,16 +34,28 @@ inline Floats load(const at::BFloat16* from) {
 
 inline void store(float* to, Floats values) { *reinterpret_cast<Floats*>(to) = values; }
 
-inline float largest(Floats values) {
-  float result = values[0];
-  for (int64_t i = 1; i < kLanes; ++i) result = std::max(result, values[i]);
-  return result;
+// Lanes i and i ^ step change places.
+template <int step>
+inline Floats swapped(Floats values) {
+  Ints places;
+  for (int i = 0; i < kLanes; ++i) places[i] = i ^ step;
+  return __builtin_shuffle(values, places);
 }
 
-inline float sum(Floats values) {
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) values[i] += values[i + half];
-  return values[0];
+inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float largest(Floats v) {
+  v = greater(v, swapped<8>(v));
+  v = greater(v, swapped<4>(v));
+  v = greater(v, swapped<2>(v));
+  return greater(v, swapped<1>(v))[0];
+}
+
+inline float sum(Floats v) {
+  v += swapped<8>(v);
+  v += swapped<4>(v);
+  v += swapped<2>(v);
+  return (v + swapped<1>(v))[0];
 }
 
 // exp(x) for x <= 0, after Cephes' expf (2 ulp); 0 below -87.
@@ -161,8 +173,9 @@ at::Tensor linear(
 // ---------------------------------------------------------------------------------------------
 // Attention over KV pages
 
-// Tokens of one task share their keys, so that these are read and widened once for all of them.
-constexpr int64_t kTokensPerTask = 16;
+// Tokens of one task share their keys, so that these are read and widened once for all of them;
+// more tokens than this are cut evenly.
+constexpr int64_t kTokensPerTask = 8;
 // Multiply-adds below which a second thread costs more than it saves.
 constexpr int64_t kSerialWork = 200'000;
 
@@ -172,27 +185,54 @@ struct Query {
 };
 
 // Adds `count` keys (`keys` transposed, [dim][16]; `values` [16][dim]) to one query's result.
-inline void add_block(
-    const float* q, const float* keys, const float* values, int64_t count, int64_t dim,
+template <int64_t kDim>
+inline void add_block_of(
+    const float* q, const float* keys, const float* values, int64_t count, int64_t any_dim,
     Query& query, float* result) {
+  const int64_t dim = kDim ? kDim : any_dim;
   Floats parts[4] = {};
   for (int64_t d = 0; d < dim; d += 4)
     for (int64_t part = 0; part < 4; ++part)
       parts[part] += q[d + part] * load(keys + (d + part) * kLanes);
   Floats scores = (parts[0] + parts[1]) + (parts[2] + parts[3]);
-  for (int64_t j = count; j < kLanes; ++j) scores[j] = -kInfinity;
+  if (count < kLanes)
+    for (int64_t j = count; j < kLanes; ++j) scores[j] = -kInfinity;
   const float top = std::max(query.largest, largest(scores));
-  const float scale = std::exp(query.largest - top);
+  // Rarely anything but 1: the largest score is soon found.
+  const float scale = top == query.largest ? 1.0f : std::exp(query.largest - top);
   const Floats weights = exp_of_negative(scores - top);
   query.largest = top;
   query.sum = query.sum * scale + sum(weights);
   float weight[kLanes];
   store(weight, weights);
-  for (int64_t d = 0; d < dim; d += kLanes) {
+  int64_t d = 0;
+  // Two vectors at a time, each summed in the order of the keys; missing keys weigh nothing.
+  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
+    Floats first = load(result + d) * scale, second = load(result + d + kLanes) * scale;
+    for (int64_t j = 0; j < kLanes; ++j) {
+      first += weight[j] * load(values + j * dim + d);
+      second += weight[j] * load(values + j * dim + d + kLanes);
+    }
+    store(result + d, first);
+    store(result + d + kLanes, second);
+  }
+  for (; d < dim; d += kLanes) {
     Floats out = load(result + d) * scale;
-    for (int64_t j = 0; j < count; ++j) out += weight[j] * load(values + j * dim + d);
+    for (int64_t j = 0; j < kLanes; ++j) out += weight[j] * load(values + j * dim + d);
     store(result + d, out);
   }
+}
+
+inline void add_block(
+    const float* q, const float* keys, const float* values, int64_t count, int64_t dim,
+    Query& query, float* result) {
+  // The usual head sizes as constants, for the loops to be unrolled.
+  if (dim == 64)
+    add_block_of<64>(q, keys, values, count, dim, query, result);
+  else if (dim == 128)
+    add_block_of<128>(q, keys, values, count, dim, query, result);
+  else
+    add_block_of<0>(q, keys, values, count, dim, query, result);
 }
 
 // Up to 16 keys and values, widened; the keys transposed.
@@ -207,6 +247,7 @@ struct KeyBlock {
       widen(v[j], dim, values.data() + j * width);
     }
     std::fill(rows.begin() + count * width, rows.end(), 0.0f);
+    std::fill(values.begin() + count * width, values.end(), 0.0f);
     for (int64_t d = 0; d < width; d += kLanes) {
       Floats square[kLanes];
       for (int64_t j = 0; j < kLanes; ++j) square[j] = load(rows.data() + j * width + d);
@@ -246,9 +287,10 @@ void paged_attention_kernel(
     do {
       work += (len[last] + (own_k ? block : 0)) * heads * group * dim;
       ++last;
-    } while (last < tokens && slot[last] == slot[first] && last - first < kTokensPerTask &&
-             last % block != 0);
-    tasks.push_back({first, last});
+    } while (last < tokens && slot[last] == slot[first] && last % block != 0);
+    const int64_t parts = (last - first + kTokensPerTask - 1) / kTokensPerTask;
+    for (int64_t i = 0; i < parts; ++i)
+      tasks.push_back({first + (last - first) * i / parts, first + (last - first) * (i + 1) / parts});
     first = last;
   }
 
