@@ -21,7 +21,6 @@ from models.registry import DRAFTERS, TARGETS
 from models.scoring import next_token_logits
 from models.state import SlotState
 from models.steps import ModelRank, Regions, StepResult
-from models.target import run_layers
 from models.weights import CheckpointReader
 
 
@@ -146,11 +145,7 @@ class Shard:
         self._model = ModelRank(
             target=target,
             drafter=drafter,
-            regions=Regions(
-                run_layers=backend.compile(run_layers),
-                inject=backend.compile(drafter.inject) if drafter else None,
-                block_hidden=backend.compile(drafter.block_hidden) if drafter else None,
-            ),
+            regions=Regions.of(drafter, backend.compile),
             target_kv=pools[:num_layers],
             drafter_kv=pools[num_layers:],
             state=SlotState.allocate(config.num_slots, config.num_drafts, config.pages_per_request),
