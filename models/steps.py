@@ -68,8 +68,12 @@ class ModelRank:
     state: SlotState
     vocab_size: int
 
-    def step(self, inputs: StepInputs) -> StepResult:
-        """Run one step and leave what the next one needs in the slots' state."""
+    def step(self, inputs: StepInputs, captured: dict[str, Tensor] | None = None) -> StepResult:
+        """Run one step and leave what the next one needs in the slots' state.
+
+        `captured`, where it is given, gets this rank's `target_logits [rows of deciding, V]`,
+        `draft_logits [D, K, V]`, and the emitting rows' `slots` and `sampled`.
+        """
         state, ops, page_size = self.state, self.target.ops, self.target_kv[0].page_size
         place_rows, emit_rows = self.regions.place, self.regions.emit
         if inputs.prefill_slots.shape[0]:
@@ -85,19 +89,25 @@ class ModelRank:
             self.target_kv,
             self.regions.run_layers,
         )
-        chosen = greedy(self.target.logits(deciding(inputs, hidden)), self.target.lm_head)
+        logits = self.target.logits(deciding(inputs, hidden))
+        chosen = greedy(logits, self.target.lm_head)
         config = self.drafter.config if self.drafter else None
         emitted = emit_rows(inputs, rows, chosen, state, page_size, self.vocab_size, config)
         if self.regions.inject is not None:
             self.regions.inject(aux, rows.positions, emitted.inject_slots, self.drafter_kv)
+        if captured is not None:
+            captured |= {"target_logits": logits, "slots": emitted.slots}
+            captured |= {"sampled": emitted.sampled}
         if self.drafter is not None and len(emitted.slots):
-            self._propose(self.drafter, inputs, emitted, page_size)
+            logits = self._propose(self.drafter, inputs, emitted, page_size)
+            if captured is not None:
+                captured["draft_logits"] = logits
         return StepResult(emitted.sampled, emitted.num_drafts)
 
     def _propose(
         self, drafter: DFlashDrafter, inputs: StepInputs, emitted: Emitted, page_size: int
-    ) -> None:
-        """Draft a block behind each row's new bonus token."""
+    ) -> Tensor:
+        """Draft a block behind each row's new bonus token; returns its logits `[D, K, V]`."""
         assert self.regions.block_hidden is not None
         context = drafter.ops.block_context(
             self.state.block_table,
@@ -110,4 +120,6 @@ class ModelRank:
         hidden = self.regions.block_hidden(
             emitted.blocks, emitted.context_lens, context, self.drafter_kv
         )
-        self.state.drafts.index_put_((emitted.slots,), drafter.draft_tokens(hidden))
+        logits = drafter.draft_logits(hidden)
+        self.state.drafts.index_put_((emitted.slots,), drafter.draft_tokens(logits))
+        return logits
