@@ -58,6 +58,9 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
         max_num_batched_tokens=max(16, seqs * (num_drafts + 1)) + draw(st.integers(0, 10)),
         block_size=block_size,
         num_kv_pages=draw(st.integers(per_request + 1, seqs * per_request + 1)),
+        verify_widths=(*sorted(draw(st.sets(st.integers(1, num_drafts or 1)))), num_drafts + 1)
+        if num_drafts
+        else None,
     )
     kinds = draw(
         st.lists(st.sampled_from(["arrive", "abort", "submit", "submit", "read"]), max_size=60)

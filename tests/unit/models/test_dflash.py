@@ -67,9 +67,16 @@ def block(
     blocks = query_blocks(
         torch.tensor(bonus, dtype=torch.int32), config.num_drafts, config.mask_token_id
     )
-    hidden = drafter.block_hidden(
-        blocks, torch.tensor(lens, dtype=torch.int32), torch.stack(tables), kv
+    context_lens = torch.tensor(lens, dtype=torch.int32)
+    context = drafter.ops.block_context(
+        torch.stack(tables),
+        torch.arange(len(tables), dtype=torch.int32),
+        context_lens,
+        config.block_size,
+        PAGE,
+        len(tables[0]),
     )
+    hidden = drafter.block_hidden(blocks, context_lens, context, kv)
     return hidden, drafter.draft_tokens(hidden)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from actors.config import EngineConfig
 from actors.engine import Engine
@@ -28,6 +27,7 @@ ENGINE: dict[str, Any] = {
     "block_size": 4,
     "dtype": "float32",
     "threads_per_shard": 1,
+    "backend": "eager",
 }
 # The oracle reads a step before it plans the next: then steps are the same, not only tokens.
 SYNC: dict[str, Any] = {"async_scheduling": False}
@@ -141,9 +141,10 @@ def test_perfect_drafts_fill_every_block(
     with LLM(**engine_args(pair, speculative_config=None)) as plain:
         expected = plain.generate([PROMPT], sampling)[0].token_ids
 
-    def foresee(rank: ModelRank, _: Any, sampled: Tensor, lengths: Tensor, *rest: Any) -> Any:
+    def foresee(rank: ModelRank, _drafter: Any, _inputs: Any, emitted: Any) -> Any:
+        lengths = emitted.lengths.tolist()
         drafts = torch.zeros(len(lengths), num_drafts, dtype=torch.int32)
-        for row, length in enumerate(lengths.tolist()):
+        for row, length in enumerate(lengths):
             after_bonus = expected[length - len(PROMPT) + 1 :][:num_drafts]
             drafts[row, : len(after_bonus)] = torch.tensor(after_bonus)
         return drafts, torch.full((len(lengths),), num_drafts, dtype=torch.int32)
