@@ -20,6 +20,7 @@ from models.config import (
     check_pairing,
     load_drafter_config,
     load_target_config,
+    reduced,
 )
 
 DType = Literal["float32", "bfloat16"]
@@ -98,7 +99,10 @@ class EngineArgs(_Frozen):
     backend: Literal["auto", "cpu", "eager"] = "auto"
     exact: bool | None = None
     late_compile: Literal["log", "error"] = "log"
+    warm_up_timeout_s: float = Field(default=600.0, gt=0)
     buckets: BucketArgs = BucketArgs()
+    debug_logits_dir: str | None = Field(default=None, min_length=1)
+    profile_num_layers: int | None = Field(default=None, ge=1)
     async_scheduling: bool = True
 
 
@@ -127,7 +131,9 @@ class EngineConfig(_Frozen):
     backend: Literal["cpu", "eager"]
     exact: bool
     late_compile: Literal["log", "error"]
+    warm_up_timeout_s: float
     buckets: Buckets
+    debug_logits_dir: Path | None
     async_scheduling: bool
 
     @classmethod
@@ -157,6 +163,8 @@ class EngineConfig(_Frozen):
             drafter = load_drafter_config(drafter_path)
             num_drafts = args.speculative_config.num_speculative_tokens or drafter.num_drafts
             check_pairing(target, drafter, num_drafts)
+        if args.profile_num_layers is not None:
+            target, drafter = reduced(target, drafter, args.profile_num_layers)
         dtype = _dtype(args, target)
         backend = _backend(args)
         max_model_len = _max_model_len(args, target)
@@ -186,6 +194,10 @@ class EngineConfig(_Frozen):
             backend=backend,
             exact=_exact(args, backend, dtype),
             late_compile=args.late_compile,
+            warm_up_timeout_s=args.warm_up_timeout_s,
+            debug_logits_dir=Path(args.debug_logits_dir).absolute()
+            if args.debug_logits_dir
+            else None,
             buckets=_buckets(args, drafter.block_size if drafter else 1, max_model_len),
             async_scheduling=args.async_scheduling,
         )

@@ -26,6 +26,9 @@ class ShardGroup(Protocol):
         Raises where a rank failed or did not answer in time.
         """
 
+    def seal(self) -> None:
+        """Warm-up is over: from now on steps are quick, and nothing new should be compiled."""
+
     def close(self) -> None:
         """End all ranks; does nothing where they have ended."""
 
@@ -74,16 +77,22 @@ class Engine:
         """End a request and free its pages; one that has ended already is left alone."""
         self._post(request_id)
 
-    def warm_up(self) -> None:
-        """Run every kind of step once on padding alone, so that no request pays for first use.
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Run every kind of step once on padding alone, so that everything is compiled before the
+        first request, then seal the shards.
 
-        Raises `EngineDead` where the shards failed.
+        `on_progress` is told how many steps of how many are done. Raises `EngineDead` where the
+        shards failed.
         """
-        for bucket in self.scheduler.ladder.warm_up():
+        buckets = self.scheduler.ladder.warm_up()
+        for done, bucket in enumerate(buckets, start=1):
             plan = StepPlan(step=0, bucket=bucket)
             with self._fatal(plan):
                 self._exchange(plan)
                 self._exchange(StepPlan(step=plan.step))
+            if on_progress is not None:
+                on_progress(done, len(buckets))
+        self._shards.seal()
 
     def stop(self) -> None:
         """Make `run` return after the step it is in."""

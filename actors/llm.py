@@ -9,6 +9,8 @@ from typing import Any, Self
 from uuid import uuid4
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.config import EngineConfig
@@ -163,6 +165,16 @@ class LLM:
     def next_token_logits(self, token_ids: list[int]) -> torch.Tensor:
         """The target's float32 logits `[vocab]` behind `token_ids`, apart from the engine."""
         return self._shard.next_token_logits(token_ids)
+
+    def warm_up(self) -> None:
+        """Compile everything now, with a progress bar on stderr, rather than at first use.
+
+        Afterwards nothing is compiled any more (`late_compile` says what happens otherwise).
+        Raises `EngineDead`.
+        """
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("compiling", total=None)
+            self._engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
 
     def close(self) -> None:
         """End the device thread."""

@@ -177,11 +177,13 @@ class StepOutput:
 
     `sampled[i]` are the tokens of the i-th emitting row: the plan's decode rows in order, then its
     `last` prefill rows in order. `num_drafts[i]` is how many drafts that row really verified.
+    `late_compiles` counts compilations since warm-up, which should be none.
     """
 
     step: int
     sampled: tuple[tuple[int, ...], ...] = ()
     num_drafts: tuple[int, ...] = ()
+    late_compiles: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -26,6 +26,7 @@ class EngineMetrics:
                 ("dflash_verify_steps", "Verify steps, one per request and step.", ()),
                 ("dflash_draft_tokens", "Drafts verified.", ()),
                 ("dflash_accepted_tokens", "Drafts accepted.", ()),
+                ("dflash_late_compiles", "Compilations after warm-up; should be none.", ()),
                 (
                     "dflash_accepted_tokens_per_position",
                     "Drafts accepted, by position in the block (0 is the first draft).",
@@ -41,6 +42,7 @@ class EngineMetrics:
         self._add("dflash_verify_steps", stats.verify_steps)
         self._add("dflash_draft_tokens", stats.draft_tokens)
         self._add("dflash_accepted_tokens", stats.accepted_tokens)
+        self._add("dflash_late_compiles", stats.late_compiles)
         for outcome, count in list(stats.requests.items()):
             self._add("dflash_requests", count, {"outcome": outcome})
         for position, count in list(stats.accepted_at.items()):

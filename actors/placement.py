@@ -40,7 +40,9 @@ class RayShardGroup:
 
     def __init__(self, config: EngineConfig, group: PlacementGroup) -> None:
         """Place and load every rank. Raises what a rank raised, with all ranks ended."""
-        self._timeout_s = config.step_timeout_s
+        self._config = config
+        # Until `seal`, a step may compile.
+        self._timeout_s = config.warm_up_timeout_s
         actor = ray.remote(concurrency_groups={"health": 1})(_RayShard)
         self.actors: list[ActorProxy[_RayShard]] = [
             actor.options(
@@ -77,6 +79,11 @@ class RayShardGroup:
         if any(result != results[0] for result in results):
             raise RuntimeError("ranks disagree about what a step emitted")
         return results[0]
+
+    def seal(self) -> None:
+        """See `ShardGroup.seal`; the deadline of a step is that of steps that compile nothing."""
+        ray.get([shard.seal.remote() for shard in self.actors], timeout=self._config.step_timeout_s)
+        self._timeout_s = self._config.step_timeout_s
 
     def close(self) -> None:
         """Kill every rank: one that waits in a collective for a dead peer would never end."""

@@ -130,7 +130,7 @@ class Router:
         try:
             shards = RayShardGroup(self._config, self._group)
             engine = Engine(self._config, shards, self._deliver)
-            engine.warm_up()
+            engine.warm_up(_log_progress)
             ready.set_result((engine, shards))
             engine.run()
         except BaseException as error:
@@ -171,3 +171,8 @@ class Router:
                 metrics.publish(self._engine.scheduler.stats)
             except Exception:  # counters catch up with the next publication
                 logger.exception("metrics were not published")
+
+
+def _log_progress(done: int, total: int) -> None:
+    if done % 5 == 0 or done == total:
+        logger.info("warm-up: %d of %d steps compiled and run", done, total)

@@ -124,6 +124,7 @@ class Scheduler:
         """
         plan = self._unread.popleft()
         assert output.step == plan.step
+        self.stats.late_compiles = output.late_compiles
         for row in plan.rows:
             self._running[row.slot].num_ahead -= row.num_tokens
         for row in plan.prefill:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from actors.config import EngineConfig
 from actors.messages import StepOutput, StepPlan, decode_plan, encode
@@ -21,7 +22,6 @@ from models.registry import DRAFTERS, TARGETS
 from models.scoring import next_token_logits
 from models.state import SlotState
 from models.steps import ModelRank, Regions, StepResult
-from models.target import run_layers
 from models.weights import CheckpointReader
 
 
@@ -67,7 +67,8 @@ class Shard:
         previous, self._in_flight = self._in_flight, self._submit(plan)
         if previous is None:
             return encode(None)
-        return encode(_output(previous.plan, previous.result.result()))
+        result = previous.result.result()
+        return encode(_output(previous.plan, result, self._backend.late_compiles))
 
     def seal(self) -> None:
         """Warm-up is over: what is compiled from now on is counted, or refused."""
@@ -97,12 +98,28 @@ class Shard:
         assert self._model is not None, "load() first"
         model = self._model
 
+        # Made here, while the device is still at the step before.
+        with torch.inference_mode():
+            inputs = step_inputs(plan, model.state.scratch_slot)
+        captured: dict[str, torch.Tensor] | None = {} if self._config.debug_logits_dir else None
+
         def work() -> StepResult:
             with self._span(plan.step):
                 write_page_updates(plan, model.state)
-                return model.step(step_inputs(plan, model.state.scratch_slot))
+                result = model.step(inputs, captured)
+            if captured is not None:
+                self._save(plan.step, captured)
+            return result
 
         return _InFlight(plan, self._backend.submit(work))
+
+    def _save(self, step: int, captured: dict[str, torch.Tensor]) -> None:
+        """See `debug_logits_dir` in docs/configuration.md."""
+        directory = self._config.debug_logits_dir
+        assert directory is not None
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {name: values.contiguous() for name, values in captured.items()}
+        save_file(tensors, directory / f"step{step:06d}-rank{self._rank}.safetensors")
 
     def _span(self, step: int) -> AbstractContextManager[Any]:
         return self._trace.span("step", DEVICE, step=step) if self._trace else nullcontext()
@@ -146,11 +163,7 @@ class Shard:
         self._model = ModelRank(
             target=target,
             drafter=drafter,
-            regions=Regions(
-                run_layers=backend.compile(run_layers),
-                inject=backend.compile(drafter.inject) if drafter else None,
-                block_hidden=backend.compile(drafter.block_hidden) if drafter else None,
-            ),
+            regions=Regions.of(drafter, backend.compile),
             target_kv=pools[:num_layers],
             drafter_kv=pools[num_layers:],
             state=SlotState.allocate(config.num_slots, config.num_drafts, config.pages_per_request),
@@ -158,7 +171,7 @@ class Shard:
         )
 
 
-def _output(plan: StepPlan, result: StepResult) -> StepOutput:
+def _output(plan: StepPlan, result: StepResult, late_compiles: int) -> StepOutput:
     """The emitting rows of a step's result, in the plan's order, without padding."""
     count = len(plan.decode) + sum(row.last for row in plan.prefill)
     sampled, num_drafts = result.sampled[:count].tolist(), result.num_drafts[:count].tolist()
@@ -166,6 +179,7 @@ def _output(plan: StepPlan, result: StepResult) -> StepOutput:
         step=plan.step,
         sampled=tuple(tuple(t for t in row if t >= 0) for row in sampled),
         num_drafts=tuple(num_drafts),
+        late_compiles=late_compiles,
     )
 
 

@@ -3,8 +3,8 @@
 import torch
 
 from actors.messages import DecodeRow, PrefillRow, StepPlan
+from models.rows import StepInputs
 from models.state import SlotState
-from models.steps import StepInputs
 
 
 def write_page_updates(plan: StepPlan, state: SlotState) -> None:

@@ -18,6 +18,7 @@ class EngineStats:
     verify_steps: int = 0
     draft_tokens: int = 0
     accepted_at: Counter[int] = field(default_factory=Counter)
+    late_compiles: int = 0
 
     def count_verify(self, num_drafts: int, num_kept: int) -> None:
         """One row's verification of `num_drafts` drafts, which gave `num_kept` tokens."""

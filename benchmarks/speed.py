@@ -162,12 +162,14 @@ def _engine(mode: Mode, args: Mapping[str, Any], trace_file: Path | None) -> Ite
     """An engine with `args` for `LLM`, and its trace in `trace_file` when it ends."""
     if trace_file is None:
         with LLM(**args) as llm:
+            llm.warm_up()
             yield EngineLoad(mode, llm)
         return
     from actors.trace import Trace  # type: ignore[import-not-found, unused-ignore]
 
     trace = Trace()
     with LLM(**args, trace=trace) as llm:
+        llm.warm_up()
         yield EngineLoad(mode, llm, trace)
     trace.save(trace_file)
 

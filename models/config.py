@@ -3,12 +3,15 @@
 Torch-free: a target/drafter pairing is judged before any process is placed or weight is read.
 """
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from models.config_fields import CheckpointRefused, Fields
+
+logger = logging.getLogger(__name__)
 
 DraftFormat = Literal["z-lab", "speculators"]
 
@@ -94,6 +97,35 @@ class DrafterConfig:
     def num_drafts(self) -> int:
         """Drafts per step, K = block_size - 1: one slot of the block holds the bonus token."""
         return self.block_size - 1
+
+
+def reduced(
+    target: TargetConfig, drafter: DrafterConfig | None, num_layers: int
+) -> tuple[TargetConfig, DrafterConfig | None]:
+    """The pair with only the target's first `num_layers`, for profiling a step.
+
+    Where the drafter would capture layers that are gone, it captures as many at even distances:
+    its drafts, and the acceptance they meet, then mean nothing. Raises `CheckpointRefused` where
+    there are more layers asked for than exist, or too few to capture from.
+    """
+    full = target.decoder.num_layers
+    if num_layers > full:
+        raise CheckpointRefused(f"profile_num_layers is {num_layers}, the target has {full} layers")
+    logger.warning(
+        "profiling: %d of the target's %d layers; its text and acceptance are not meaningful",
+        num_layers,
+        full,
+    )
+    target = replace(target, decoder=replace(target.decoder, num_layers=num_layers))
+    if drafter is None or max(drafter.capture_layer_ids) < num_layers:
+        return target, drafter
+    count = len(drafter.capture_layer_ids)
+    if count > num_layers:
+        raise CheckpointRefused(
+            f"profile_num_layers is {num_layers}, the drafter captures {count} layers"
+        )
+    spaced = tuple((i + 1) * num_layers // count - 1 for i in range(count))
+    return target, replace(drafter, capture_layer_ids=spaced)
 
 
 def load_target_config(directory: Path) -> TargetConfig:

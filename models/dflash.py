@@ -138,14 +138,18 @@ class DFlashDrafter(nn.Module):
             hidden = _block_layer(layer, hidden, cos, sin, layer_kv, context)
         return rms_norm(hidden, self.norm, self.eps)
 
-    def draft_tokens(self, hidden: Tensor) -> Tensor:
-        """Greedy drafts `[rows, K] int32`, target ids, from `block_hidden`'s states."""
-        rows, block, width = hidden.shape
-        masks = hidden[:, 1:].reshape(rows * (block - 1), width)
-        ids = greedy(self.lm_head(masks), self.lm_head)
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """This rank's logits `[rows, K, local vocabulary]` of `block_hidden`'s states; the bonus
+        token's place has none."""
+        masks = hidden[:, 1:]
+        return self.lm_head(masks.flatten(0, 1)).unflatten(0, masks.shape[:2])
+
+    def draft_tokens(self, logits: Tensor) -> Tensor:
+        """Greedy drafts `[rows, K] int32`, target ids, from `draft_logits`."""
+        ids = greedy(logits.flatten(0, 1), self.lm_head)
         if self.draft_to_target is not None:
             ids = self.draft_to_target[ids]
-        return ids.view(rows, block - 1)
+        return ids.view(logits.shape[:2])
 
 
 @torch.compiler.nested_compile_region

@@ -95,8 +95,11 @@ def _guards_to_keep(guards: Sequence[Any]) -> list[bool]:
 
 
 def _with_own_code(region: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function or bound method with a code object of its own: dynamo keeps what it compiled by code
-    object, and engines in one process must not search each other's."""
+    """The same function or bound method with a code object of its own.
+
+    Dynamo keeps what it compiled by code object, and engines in one process must not find each
+    other's.
+    """
     function = getattr(region, "__func__", region)
     copy = types.FunctionType(
         function.__code__.replace(),

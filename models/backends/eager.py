@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from models.backends.backend import Region
+from models.backends.device_thread import DeviceThread
 from models.ops import Ops, TorchOps
 from models.parallel import TensorParallel
 
@@ -25,12 +25,7 @@ class EagerBackend:
         """`num_threads` is how many threads a step's tensor operations use."""
         self.ops: Ops = TorchOps()
         self.late_compiles = 0
-        self._device = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="device",
-            initializer=torch.set_num_threads,
-            initargs=(num_threads,),
-        )
+        self._device: DeviceThread | None = DeviceThread.acquire(num_threads)
 
     def init_rank(self, rank: int, size: int, rendezvous: str | None) -> TensorParallel:
         """See `Backend.init_rank`; ranks meet over gloo."""
@@ -58,16 +53,14 @@ class EagerBackend:
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
         """See `Backend.submit`."""
-        return self._device.submit(_without_grad, work)
+        if self._device is None:
+            raise RuntimeError("the backend was closed")
+        return self._device.submit(work)
 
     def close(self) -> None:
         """See `Backend.close`."""
-        self._device.shutdown(wait=True)
+        device, self._device = self._device, None
+        if device is not None:
+            device.release()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _without_grad(work: Callable[[], T]) -> T:
-    # Grad mode is thread-local, so it has to be set where the work runs.
-    with torch.inference_mode():
-        return work()
