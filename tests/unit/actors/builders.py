@@ -85,6 +85,8 @@ def engine_config(
         backend="eager",
         exact=False,
         late_compile="log",
+        warm_up_timeout_s=10.0,
+        debug_logits_dir=None,
         buckets=Buckets(
             decode_sequences=doublings(1, max_num_seqs),
             verify_widths=verify_widths or (num_drafts + 1,),

@@ -73,6 +73,7 @@ outputs = st.builds(
     step=counts,
     sampled=st.lists(token_ids, max_size=4).map(tuple),
     num_drafts=token_ids,
+    late_compiles=counts,
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from models.backends.backend import Backend, Region
+from models.backends.backend import Backend
 from models.config import load_drafter_config, load_target_config
 from models.dflash import DFlashDrafter
 from models.kv_cache import LayerKV, allocate
@@ -19,7 +19,7 @@ from models.ops import Grid, Ops, TorchOps
 from models.parallel import TensorParallel
 from models.state import SlotState
 from models.steps import ModelRank, Regions
-from models.target import Target, run_layers
+from models.target import Target
 from models.weights import CheckpointReader
 
 T = TypeVar("T")
@@ -180,26 +180,12 @@ def load_model_rank(
     return ModelRank(
         target=target,
         drafter=drafter,
-        regions=regions_of(drafter, backend),
+        regions=Regions.of(drafter, backend.compile) if backend else Regions.of(drafter),
         target_kv=kv[:num_target],
         drafter_kv=kv[num_target:],
         state=state,
         vocab_size=load_target_config(target_dir).vocab_size,
     )
-
-
-def regions_of(drafter: DFlashDrafter | None, backend: Backend | None = None) -> Regions:
-    """A rank's regions: as they are, or compiled by `backend`."""
-    compile_ = backend.compile if backend else _unchanged
-    return Regions(
-        run_layers=compile_(run_layers),
-        inject=compile_(drafter.inject) if drafter else None,
-        block_hidden=compile_(drafter.block_hidden) if drafter else None,
-    )
-
-
-def _unchanged(region: Region) -> Region:
-    return region
 
 
 def feed(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from models.parallel import TensorParallel
+from models.rows import StepInputs
 from models.state import SlotState
-from models.steps import ModelRank, StepInputs, StepResult
+from models.steps import ModelRank, StepResult
 from tests.oracle.dflash_reference import Trace, generate, load_drafter
 from tests.tiny import Kind, load_target
 from tests.unit.models.conftest import PROMPT, Pair, PairMaker
