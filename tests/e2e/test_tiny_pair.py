@@ -32,6 +32,7 @@ def server(tiny_pair: tuple[Path, Path]) -> Iterator[Server]:
         "max_num_batched_tokens": 32,
         "block_size": 4,
         "threads_per_shard": 1,
+        "backend": "eager",
         # As the oracle: then verify steps are the same, not only tokens.
         "async_scheduling": False,
     }

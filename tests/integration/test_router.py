@@ -36,6 +36,7 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "dtype": "float32",
     "threads_per_shard": 1,
+    "backend": "eager",
 }
 Pair = tuple[Path, Path]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from actors.config import EngineConfig
+from actors.config import Buckets, EngineConfig
 from actors.messages import GenerateRequest, SamplingParams
 from models.config import DecoderConfig, DrafterConfig, RopeConfig, TargetConfig
 
@@ -51,8 +51,13 @@ def engine_config(
     block_size: int = 4,
     num_kv_pages: int | None = None,
     async_scheduling: bool = True,
+    verify_widths: tuple[int, ...] | None = None,
+    prefill_widths: tuple[int, ...] = (16, 64, 256),
 ) -> EngineConfig:
-    """`num_drafts` 0 is an engine without speculation; the pool defaults to one that is ample."""
+    """`num_drafts` 0 is an engine without speculation; the pool defaults to one that is ample.
+
+    `verify_widths` defaults to that of a whole block.
+    """
     pages = max_num_seqs * -(-max_model_len // block_size) + 1
     return EngineConfig(
         served_model_name="tiny",
@@ -77,8 +82,28 @@ def engine_config(
         cpus_per_shard=0.5,
         threads_per_shard=1,
         step_timeout_s=10.0,
+        backend="eager",
+        exact=False,
+        late_compile="log",
+        warm_up_timeout_s=10.0,
+        debug_logits_dir=None,
+        buckets=Buckets(
+            decode_sequences=doublings(1, max_num_seqs),
+            verify_widths=verify_widths or (num_drafts + 1,),
+            prefill_widths=prefill_widths,
+            context_lengths=doublings(4 * block_size, max_model_len),
+        ),
         async_scheduling=async_scheduling,
     )
+
+
+def doublings(first: int, last: int) -> tuple[int, ...]:
+    """`first`, twice that, and so on below `last`, then `last`."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)
 
 
 def generate_request(

@@ -351,8 +351,14 @@ class Simulation:
         bucket, size = plan.bucket, self.config.block_size
         assert bucket is not None
         assert len(plan.decode) <= bucket.decode_rows <= self.config.max_num_seqs
-        assert bucket.verify_width == self.config.num_drafts + 1
+        width = 1 + max((row.num_drafts for row in plan.decode), default=0)
+        widths = self.config.buckets.verify_widths
+        assert bucket.verify_width == min(w for w in widths if w >= width)
         assert len(plan.prefill) <= bucket.prefill_rows
+        assert len(emitting_rows(plan)) <= bucket.emitting_rows <= self.config.max_num_seqs
+        grids = bucket.decode_rows * bucket.verify_width
+        grids += bucket.prefill_rows * bucket.prefill_width
+        assert bucket.num_tokens >= max(grids, 2)
         assert all(len(row.token_ids) <= bucket.prefill_width for row in plan.prefill)
         assert bucket.context_pages <= self.config.pages_per_request
         ends = [(row.slot, row.position + row.num_drafts + 1) for row in plan.decode]

@@ -119,11 +119,145 @@ def test_what_the_user_sets_is_kept(target: Save) -> None:
         "cpus_per_shard": 1.5,
         "threads_per_shard": 2,
         "step_timeout_s": 9.0,
+        "backend": "eager",
+        "exact": False,
+        "late_compile": "error",
         "async_scheduling": False,
     }
     config = resolve(target(), **wanted)
     assert {name: getattr(config, name) for name in wanted} == wanted
     assert config.pages_per_request == 13
+
+
+# ---------------------------------------------------------------------------- backend and buckets
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that passes for a C++ compiler, named in CXX."""
+    path = tmp_path / "compiler"
+    path.touch(mode=0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return path
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cpu_backend_is_chosen_and_is_exact(
+    target: Save, compiler: Path, backend: str, dtype: str
+) -> None:
+    config = resolve(target(), backend=backend, dtype=dtype)
+    assert (config.backend, config.exact, config.late_compile) == ("cpu", True, "log")
+    assert not resolve(target(), backend=backend, dtype=dtype, exact=False).exact
+
+
+def test_the_default_backend_is_auto(target: Save, compiler: Path) -> None:
+    assert resolve(target()).backend == "cpu"
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+@pytest.mark.parametrize("named", ["/nowhere/compiler", "no-such-compiler", ""])
+def test_without_a_compiler_only_eager_is_served(
+    target: Save, monkeypatch: pytest.MonkeyPatch, backend: str, named: str
+) -> None:
+    monkeypatch.setenv("CXX", named)
+    message = refusal({"model": target(), "backend": backend})
+    assert all(word in message for word in (f"backend {backend}", f"({named})", "CXX", "eager"))
+    assert resolve(target(), backend="eager").backend == "eager"
+
+
+def test_without_cxx_the_usual_compiler_is_looked_for(
+    target: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "(c++)" in refusal({"model": target()})
+    (tmp_path / "c++").touch(mode=0o755)
+    assert resolve(target()).backend == "cpu"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_eager_is_not_exact_unless_asked(target: Save, dtype: str) -> None:
+    assert not resolve(target(), backend="eager", dtype=dtype).exact
+
+
+def test_eager_can_promise_exact_in_float32_only(target: Save) -> None:
+    assert resolve(target(), backend="eager", exact=True).exact
+    message = refusal({"model": target(), "backend": "eager", "exact": True, "dtype": "bfloat16"})
+    assert all(word in message for word in ("exact", "eager", "bfloat16", "cpu", "float32"))
+
+
+def test_default_buckets_reach_what_the_configuration_allows(target: Save, drafter: Save) -> None:
+    args: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 200, "block_size": 8}
+    buckets = resolve(target(), drafter(), **args).buckets
+    assert buckets.decode_sequences == (1, 2, 4, 6)
+    assert buckets.verify_widths == (4,)
+    assert buckets.prefill_widths == (16, 64, 256)
+    assert buckets.context_lengths == (32, 64, 128, 200)
+    plain = resolve(target(), max_num_seqs=1, max_model_len=20).buckets
+    assert (plain.decode_sequences, plain.verify_widths) == ((1,), (1,))
+    assert plain.context_lengths == (20,)
+
+
+def test_the_users_buckets_are_kept(target: Save, drafter: Save) -> None:
+    wanted = {
+        "decode_sequences": [3, 8],
+        "verify_widths": [2, 4],
+        "prefill_widths": [24],
+        "context_lengths": [1, MAX_POSITIONS],
+    }
+    found = resolve(target(), drafter(), buckets=wanted).buckets
+    assert found.model_dump() == {name: tuple(sizes) for name, sizes in wanted.items()}
+    some = resolve(target(), drafter(), buckets={"prefill_widths": [7, 99]}).buckets
+    assert some.prefill_widths == (7, 99)
+    assert some.decode_sequences == (1, 2, 4, 8)
+
+
+LIMITS = {"decode_sequences": 8, "verify_widths": 4, "context_lengths": MAX_POSITIONS}
+
+
+@pytest.mark.parametrize("field", [*LIMITS, "prefill_widths"])
+@pytest.mark.parametrize("before", [[2, 2], [3, 1], [0], [-1, 1], [1, 3, 2]])
+def test_bucket_sizes_must_ascend(
+    target: Save, drafter: Save, field: str, before: list[int]
+) -> None:
+    sizes = [*before, LIMITS.get(field, 64)]
+    assert EngineConfig.resolve(
+        {
+            "model": target(),
+            "speculative_config": {"method": "dflash", "model": drafter()},
+            "buckets": {field: sizes[-1:]},
+        }
+    )
+    message = refusal(
+        {
+            "model": target(),
+            "speculative_config": {"method": "dflash", "model": drafter()},
+            "buckets": {field: sizes},
+        }
+    )
+    assert all(word in message for word in (f"buckets.{field}", str(sizes), "ascending"))
+
+
+@pytest.mark.parametrize("field", LIMITS)
+@pytest.mark.parametrize("off_by", [-1, 1])
+def test_bucket_sizes_must_end_with_the_limit(
+    target: Save, drafter: Save, field: str, off_by: int
+) -> None:
+    limit = LIMITS[field]
+    message = refusal(
+        {
+            "model": target(),
+            "speculative_config": {"method": "dflash", "model": drafter()},
+            "buckets": {field: [1, limit + off_by]},
+        }
+    )
+    named = (f"buckets.{field}", f"with {limit + off_by}", f"with {limit}")
+    assert all(word in message for word in named), message
+
+
+def test_without_speculation_a_row_verifies_one_token(target: Save) -> None:
+    assert "with 4" in refusal({"model": target(), "buckets": {"verify_widths": [4]}})
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -189,6 +323,15 @@ def test_kv_memory_in_bfloat16_holds_twice_the_pages(target: Save) -> None:
         ),
         ({"step_timeout_s": 0}, ["step_timeout_s", "0"]),
         ({"async_scheduling": "no"}, ["async_scheduling", "no"]),
+        ({"backend": "cuda"}, ["backend", "cuda", "auto", "cpu", "eager"]),
+        ({"backend": None}, ["backend", "None"]),
+        ({"exact": "yes"}, ["exact", "yes"]),
+        ({"late_compile": "ignore"}, ["late_compile", "ignore", "log", "error"]),
+        ({"buckets": 3}, ["buckets", "3"]),
+        ({"buckets": {"decode_sequences": []}}, ["buckets.decode_sequences", "[]"]),
+        ({"buckets": {"decode_sequences": 8}}, ["buckets.decode_sequences", "8", "list"]),
+        ({"buckets": {"prefill_widths": [16, "x"]}}, ["buckets.prefill_widths.1", "'x'"]),
+        ({"buckets": {"prefil_widths": [16]}}, ["buckets.prefil_widths", "unknown"]),
         ({"step_timeout_s": float("nan")}, ["step_timeout_s", "nan"]),
         ({"cpus_per_shard": -1}, ["cpus_per_shard", "-1", "0.0001"]),
         ({"cpus_per_shard": 0}, ["cpus_per_shard", "0.0001"]),

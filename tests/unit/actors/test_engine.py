@@ -46,6 +46,7 @@ class FakeShards:
         self.threads: set[int] = set()
         self.in_flight: StepPlan | None = None
         self.may_drain_nothing = False
+        self.sealed_after: list[int] = []
 
     def step(self, payload: bytes) -> bytes:
         assert not self.times_closed, "a step after the end"
@@ -59,6 +60,10 @@ class FakeShards:
             assert previous is None or self.ahead, "a plan before the last one was drained"
             self.plans.append(plan)
         return encode(None if previous is None else self.answer(previous))
+
+    def seal(self) -> None:
+        assert self.in_flight is None, "sealed before the last step was read"
+        self.sealed_after.append(len(self.plans))
 
     def close(self) -> None:
         self.times_closed += 1
@@ -481,9 +486,14 @@ def test_rows_left_out_change_no_stream(ahead: bool) -> None:
 
 def test_warm_up_leaves_nothing_in_flight(make_engine: Maker) -> None:
     engine, shards, delivered = make_engine()
-    engine.warm_up()
+    progress: list[tuple[int, int]] = []
+    engine.warm_up(lambda done, total: progress.append((done, total)))
     assert shards.in_flight is None
     assert {plan.step for plan in shards.plans} == {0}
+    buckets = [plan.bucket for plan in shards.plans]
+    assert buckets == engine.scheduler.ladder.warm_up()
+    assert shards.sealed_after == [len(buckets)], "sealed once, when every bucket was run"
+    assert progress == [(i + 1, len(buckets)) for i in range(len(buckets))]
     engine.add(generate_request("a"))
     step_to_the_end(engine)
     assert len(delivered.tokens("a")) == 4

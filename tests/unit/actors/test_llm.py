@@ -77,7 +77,7 @@ def target(tmp_path: Path) -> str:
 @pytest.fixture
 def llm(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(actors.llm, "Shard", RecitingShard)
-    with LLM(target, max_num_seqs=2) as llm:
+    with LLM(target, max_num_seqs=2, backend="eager") as llm:
         llm._tokenizer = CharTokenizer()
         yield llm
 
@@ -185,4 +185,4 @@ def test_a_limit_that_lets_nothing_run_is_refused(llm: LLM, limit: int) -> None:
 
 def test_several_ranks_are_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2"):
-        LLM(target, tensor_parallel_size=2)
+        LLM(target, tensor_parallel_size=2, backend="eager")

@@ -33,6 +33,8 @@ buckets = st.builds(
     verify_width=counts,
     prefill_rows=counts,
     prefill_width=counts,
+    emitting_rows=counts,
+    num_tokens=counts,
     context_pages=counts,
 )
 decode_rows = st.builds(
@@ -71,6 +73,7 @@ outputs = st.builds(
     step=counts,
     sampled=st.lists(token_ids, max_size=4).map(tuple),
     num_drafts=token_ids,
+    late_compiles=counts,
 )
 
 
@@ -134,7 +137,13 @@ def test_a_full_decode_step_is_small() -> None:
         for i in range(8)
     )
     bucket = Bucket(
-        decode_rows=8, verify_width=10, prefill_rows=4, prefill_width=64, context_pages=512
+        decode_rows=8,
+        verify_width=10,
+        prefill_rows=4,
+        prefill_width=64,
+        emitting_rows=9,
+        num_tokens=8 * 10 + 4 * 64,
+        context_pages=512,
     )
     prefill = tuple(
         PrefillRow(
@@ -155,13 +164,6 @@ def test_a_full_decode_step_is_small() -> None:
         step=10**6, sampled=(tuple(range(150_000, 150_010)),) * 8, num_drafts=(9,) * 8
     )
     assert len(encode(output)) < 4096
-
-
-def test_bucket_counts_both_grids() -> None:
-    bucket = Bucket(
-        decode_rows=4, verify_width=10, prefill_rows=2, prefill_width=64, context_pages=9
-    )
-    assert bucket.num_tokens == 4 * 10 + 2 * 64
 
 
 def test_acceptance_length_is_tokens_per_verify_step() -> None:

@@ -36,7 +36,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Router:
     monkeypatch.setattr(module, "RayShardGroup", SilentShards)
     monkeypatch.setattr(module, "get_current_placement_group", lambda: None)
     monkeypatch.setattr(module, "EngineMetrics", lambda _: SimpleNamespace(publish=print))
-    monkeypatch.setattr(Engine, "warm_up", lambda _: None)
+    monkeypatch.setattr(Engine, "warm_up", lambda *_: None)
     monkeypatch.setattr(module, "_LAST_STEP_S", 0.1)
     return Router(engine_config(max_num_seqs=2))
 

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -58,6 +58,9 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
         max_num_batched_tokens=max(16, seqs * (num_drafts + 1)) + draw(st.integers(0, 10)),
         block_size=block_size,
         num_kv_pages=draw(st.integers(per_request + 1, seqs * per_request + 1)),
+        verify_widths=(*sorted(draw(st.sets(st.integers(1, num_drafts or 1)))), num_drafts + 1)
+        if num_drafts
+        else None,
     )
     kinds = draw(
         st.lists(st.sampled_from(["arrive", "abort", "submit", "submit", "read"]), max_size=60)
@@ -305,6 +308,15 @@ def test_an_id_can_be_used_again_after_its_end() -> None:
     scheduler.abort("a")
     scheduler.check_idle()
     assert scheduler.stats.requests == {"length": 2, "abort": 1}
+
+
+def test_late_compiles_are_those_of_the_last_output() -> None:
+    scheduler = Scheduler(engine_config())
+    scheduler.add(generate_request(max_tokens=20))
+    for count in (0, 2, 3):
+        output = answer(scheduler.schedule(), [(10,)])
+        scheduler.update(replace(output, late_compiles=count))
+        assert scheduler.stats.late_compiles == count
 
 
 def test_the_output_of_another_step_is_our_bug() -> None:

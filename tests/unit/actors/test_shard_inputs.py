@@ -45,29 +45,40 @@ def plans(draw: st.DrawFn) -> StepPlan:
             max_size=3,
         )
     )
+    num_emitting = len(decode) + sum(row.last for row in prefill)
+    decode_size = len(decode) + draw(st.integers(0, 2))
+    prefill_size = len(prefill) + draw(st.integers(0, 2))
+    verify_width = draw(st.integers(1, 10))
     bucket = Bucket(
-        decode_rows=len(decode) + draw(st.integers(0, 2)),
-        verify_width=draw(st.integers(1, 10)),
-        prefill_rows=len(prefill) + draw(st.integers(0, 2)),
+        decode_rows=decode_size,
+        verify_width=verify_width,
+        prefill_rows=prefill_size,
         prefill_width=width,
+        emitting_rows=num_emitting + draw(st.integers(0, 2)),
+        num_tokens=decode_size * verify_width + prefill_size * width + draw(st.integers(0, 9)),
         context_pages=draw(st.integers(1, 10)),
     )
     return StepPlan(step=1, bucket=bucket, decode=tuple(decode), prefill=tuple(prefill))
 
 
 @given(plans())
-def test_sampling_parameters_of_every_row(plan: StepPlan) -> None:
+def test_emitting_rows_are_decode_then_ends_of_prompts_then_padding(plan: StepPlan) -> None:
     assert plan.bucket is not None
     inputs = step_inputs(plan, SCRATCH)
-    size = plan.bucket.decode_rows + plan.bucket.prefill_rows
+    size = plan.bucket.emitting_rows
+    assert inputs.emitting.dtype == inputs.seeds.dtype == torch.int32
+    assert inputs.propose.dtype == torch.bool
     assert inputs.temperatures.dtype == torch.float32
-    assert inputs.seeds.dtype == torch.int32
-    assert inputs.temperatures.shape == (size,)
+    assert inputs.emitting.shape == inputs.propose.shape == inputs.temperatures.shape == (size,)
     assert inputs.seeds.shape == (size, 2)
-    expected = dict(enumerate(plan.decode))
-    expected |= dict(enumerate(plan.prefill, start=plan.bucket.decode_rows))
+    rows: list[tuple[int, DecodeRow | PrefillRow]] = list(enumerate(plan.decode))
+    rows += [
+        (i, row) for i, row in enumerate(plan.prefill, start=plan.bucket.decode_rows) if row.last
+    ]
     for i in range(size):
-        row = expected.get(i)
+        place, row = rows[i] if i < len(rows) else (-1, None)
+        assert inputs.emitting[i].item() == place
+        assert inputs.propose[i].item() == (row.propose if row else False)
         low, high = inputs.seeds[i].tolist()
         assert (high << 32) + (low & 0xFFFFFFFF) == (row.seed if row else 0)
         assert inputs.temperatures[i].item() == (row.temperature if row else 0.0)
@@ -83,7 +94,6 @@ def test_decode_rows_then_padding(plan: StepPlan) -> None:
         (inputs.decode_positions, torch.int32),
         (inputs.decode_num_drafts, torch.int32),
         (inputs.decode_in_flight, torch.bool),
-        (inputs.decode_propose, torch.bool),
         (inputs.decode_valid, torch.bool),
     )
     for tensor, dtype in columns:
@@ -98,11 +108,10 @@ def test_decode_rows_then_padding(plan: StepPlan) -> None:
                 row.position,
                 row.num_drafts,
                 row.prev_in_flight,
-                row.propose,
                 True,
             )
         else:
-            expected = (SCRATCH, 0, 0, False, False, False)
+            expected = (SCRATCH, 0, 0, False, False)
         assert found == expected
 
 
@@ -116,8 +125,6 @@ def test_prefill_rows_then_padding(plan: StepPlan) -> None:
         (inputs.prefill_starts, torch.int32),
         (inputs.prefill_counts, torch.int32),
         (inputs.prefill_fresh, torch.bool),
-        (inputs.prefill_last, torch.bool),
-        (inputs.prefill_propose, torch.bool),
     )
     for tensor, dtype in columns:
         assert tensor.dtype == dtype
@@ -134,13 +141,11 @@ def test_prefill_rows_then_padding(plan: StepPlan) -> None:
                 row.start,
                 len(row.token_ids),
                 row.fresh,
-                row.last,
-                row.propose,
             )
             for j, token_id in enumerate(row.token_ids):
                 tokens[j] = token_id
         else:
-            expected = (SCRATCH, 0, 0, False, False, False)
+            expected = (SCRATCH, 0, 0, False)
         assert found == expected
         assert inputs.prefill_tokens[i].tolist() == tokens
 
@@ -150,6 +155,7 @@ def test_the_bucket_fixes_the_rest(plan: StepPlan) -> None:
     assert plan.bucket is not None
     inputs = step_inputs(plan, SCRATCH)
     assert inputs.verify_width == plan.bucket.verify_width
+    assert inputs.num_tokens == plan.bucket.num_tokens
     assert inputs.context_pages == plan.bucket.context_pages
 
 

@@ -10,7 +10,11 @@ from benchmarks.engine_load import EngineLoad, engine_args
 
 
 def fields(pair: tuple[Path, Path], **others: Any) -> dict[str, Any]:
-    return {"model": str(pair[0]), "drafter": str(pair[1]), "fields": others}
+    return {
+        "model": str(pair[0]),
+        "drafter": str(pair[1]),
+        "fields": {"backend": "eager", **others},
+    }
 
 
 def test_only_dflash_has_a_drafter(pair: tuple[Path, Path]) -> None:

@@ -72,6 +72,9 @@ class ProcessShards:
         assert len(set(outputs)) == 1, "ranks disagree"
         return outputs[0]
 
+    def seal(self) -> None:
+        self._processes.run(self._size, _seal)
+
     def close(self) -> None:
         self._processes.run(self._size, _close)
 
@@ -113,6 +116,10 @@ def _load(memory: dict[str, Any], rank: int, _size: int, config: EngineConfig, a
 def _step(memory: dict[str, Any], _rank: int, _size: int, payload: bytes) -> bytes:
     output: bytes = memory["shard"].step(payload)
     return output
+
+
+def _seal(memory: dict[str, Any], _rank: int, _size: int) -> None:
+    memory["shard"].seal()
 
 
 def _close(memory: dict[str, Any], _rank: int, _size: int) -> None:

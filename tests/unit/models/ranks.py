@@ -11,18 +11,20 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from models.attention import causal_grid
+from models.backends.backend import Backend
 from models.config import load_drafter_config, load_target_config
 from models.dflash import DFlashDrafter
 from models.kv_cache import LayerKV, allocate
+from models.ops import Grid, Ops, TorchOps
 from models.parallel import TensorParallel
 from models.state import SlotState
-from models.steps import ModelRank
+from models.steps import ModelRank, Regions
 from models.target import Target
 from models.weights import CheckpointReader
 
 T = TypeVar("T")
 ONE = TensorParallel()
+TORCH = TorchOps()
 
 
 class Exchange:
@@ -98,16 +100,19 @@ def load_target_rank(
     num_positions: int = 64,
     capture: Sequence[int] = (),
     reader: CheckpointReader | None = None,
+    dtype: torch.dtype = torch.float32,
+    ops: Ops = TORCH,
 ) -> Target:
-    """One float32 rank of the target in `directory`."""
+    """One rank of the target in `directory`, not packed."""
     with nullcontext(reader) if reader else CheckpointReader(directory) as reader:
         return Target(
             load_target_config(directory),
             tp,
             reader,
-            dtype=torch.float32,
+            dtype=dtype,
             num_positions=num_positions,
             capture_layer_ids=capture,
+            ops=ops,
         )
 
 
@@ -118,15 +123,16 @@ def load_drafter_rank(
     tp: TensorParallel = ONE,
     num_positions: int = 64,
     reader: CheckpointReader | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> DFlashDrafter:
-    """One float32 rank of the drafter in `directory`, bound."""
+    """One rank of the drafter in `directory`, bound, not packed."""
     with nullcontext(reader) if reader else CheckpointReader(directory) as reader:
         drafter = DFlashDrafter(
             load_drafter_config(directory),
             tp,
             reader,
             target,
-            dtype=torch.float32,
+            dtype=dtype,
             num_positions=num_positions,
         )
     drafter.bind()
@@ -141,16 +147,32 @@ def load_model_rank(
     page_size: int = 4,
     num_slots: int = 3,
     max_model_len: int = 64,
+    dtype: torch.dtype = torch.float32,
+    backend: Backend | None = None,
 ) -> ModelRank:
-    """One float32 rank; slot `s` owns the pages from `1 + s * pages per request` on."""
+    """One rank; slot `s` owns the pages from `1 + s * pages per request` on.
+
+    Plain torch, or packed and compiled by `backend`.
+    """
     capture = load_drafter_config(drafter_dir).capture_layer_ids if drafter_dir else ()
-    target = load_target_rank(target_dir, tp=tp, num_positions=max_model_len, capture=capture)
+    target = load_target_rank(
+        target_dir,
+        tp=tp,
+        num_positions=max_model_len,
+        capture=capture,
+        dtype=dtype,
+        ops=backend.ops if backend else TORCH,
+    )
     drafter, num_drafts, specs = None, 0, target.kv_specs()
     num_target = len(specs)
     if drafter_dir is not None:
-        drafter = load_drafter_rank(drafter_dir, target, tp=tp, num_positions=max_model_len)
+        drafter = load_drafter_rank(
+            drafter_dir, target, tp=tp, num_positions=max_model_len, dtype=dtype
+        )
+        drafter.pack()
         num_drafts = drafter.config.num_drafts
         specs = specs + drafter.kv_specs()
+    target.pack()
     pages = -(-max_model_len // page_size)
     kv = allocate(specs, 1 + num_slots * pages, page_size)
     state = SlotState.allocate(num_slots, num_drafts, pages)
@@ -158,6 +180,7 @@ def load_model_rank(
     return ModelRank(
         target=target,
         drafter=drafter,
+        regions=Regions.of(drafter, backend.compile) if backend else Regions.of(drafter),
         target_kv=kv[:num_target],
         drafter_kv=kv[num_target:],
         state=state,
@@ -172,7 +195,15 @@ def feed(
     page_size = kv[0].page_size
     positions = torch.arange(start, start + len(token_ids), dtype=torch.int32)
     slots = table[positions // page_size] * page_size + positions % page_size
-    grid = causal_grid(table.unsqueeze(0), positions.unsqueeze(0), page_size)
+    row = torch.zeros(1, dtype=torch.int32)
+    valid = torch.ones(1, len(token_ids), dtype=torch.bool)
+    context = target.ops.causal_context(
+        table.unsqueeze(0),
+        [Grid(row, positions.unsqueeze(0), valid)],
+        page_size,
+        len(table),
+        len(token_ids),
+    )
     tokens = torch.tensor(token_ids, dtype=torch.int32)
-    hidden, aux = target(tokens, positions, slots, [grid], kv)
+    hidden, aux = target(tokens, positions, slots, context, kv)
     return hidden, aux

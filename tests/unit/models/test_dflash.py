@@ -67,10 +67,17 @@ def block(
     blocks = query_blocks(
         torch.tensor(bonus, dtype=torch.int32), config.num_drafts, config.mask_token_id
     )
-    hidden = drafter.block_hidden(
-        blocks, torch.tensor(lens, dtype=torch.int32), torch.stack(tables), kv
+    context_lens = torch.tensor(lens, dtype=torch.int32)
+    context = drafter.ops.block_context(
+        torch.stack(tables),
+        torch.arange(len(tables), dtype=torch.int32),
+        context_lens,
+        config.block_size,
+        PAGE,
+        len(tables[0]),
     )
-    return hidden, drafter.draft_tokens(hidden)
+    hidden = drafter.block_hidden(blocks, context_lens, context, kv)
+    return hidden, drafter.draft_tokens(drafter.draft_logits(hidden))
 
 
 def oracle_hidden(target: Any, drafter: ReferenceDrafter, bonus: int, aux: Tensor) -> Tensor:
@@ -117,7 +124,7 @@ def test_inject_then_block_equals_the_oracle(
         assert drafts[row].tolist() == propose(target, oracle, token, aux)
         with torch.no_grad():
             logits = draft_logits(target, oracle, token, aux)
-        assert_near(drafter.lm_head(hidden[row, 1:]), logits)
+        assert_near(drafter.draft_logits(hidden)[row], logits)
 
 
 @pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE, PAGE + 1, 4 * PAGE])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from actors.config import EngineConfig
 from actors.engine import Engine
@@ -14,7 +13,8 @@ from actors.llm import LLM, RequestOutput
 from actors.messages import GenerateRequest, SamplingParams, TokenChunk
 from actors.trace import DEVICE
 from actors.trace import Trace as StepTrace
-from models.steps import ModelRank, StepInputs, StepResult
+from models.rows import StepInputs
+from models.steps import ModelRank, StepResult
 from tests.oracle.dflash_reference import Trace, generate, load_drafter
 from tests.tiny import Kind, load_target, make_pair, train_pair
 from tests.unit.models.conftest import PROMPT, Pair, PairMaker
@@ -28,6 +28,7 @@ ENGINE: dict[str, Any] = {
     "block_size": 4,
     "dtype": "float32",
     "threads_per_shard": 1,
+    "backend": "eager",
 }
 # The oracle reads a step before it plans the next: then steps are the same, not only tokens.
 SYNC: dict[str, Any] = {"async_scheduling": False}
@@ -74,9 +75,9 @@ def test_every_step_verifies_and_emits_what_the_oracle_does(
     steps: list[tuple[list[int], list[int]]] = []
     original = ModelRank.step
 
-    def spy(rank: ModelRank, inputs: StepInputs) -> StepResult:
+    def spy(rank: ModelRank, inputs: StepInputs, *others: Any) -> StepResult:
         drafts = rank.state.drafts[inputs.decode_slots].tolist()
-        result = original(rank, inputs)
+        result = original(rank, inputs, *others)
         for row in inputs.decode_valid.nonzero().flatten().tolist():
             count = int(result.num_drafts[row])
             sampled = [token for token in result.sampled[row].tolist() if token >= 0]
@@ -141,12 +142,11 @@ def test_perfect_drafts_fill_every_block(
     with LLM(**engine_args(pair, speculative_config=None)) as plain:
         expected = plain.generate([PROMPT], sampling)[0].token_ids
 
-    def foresee(rank: ModelRank, _: Any, sampled: Tensor, lengths: Tensor, *rest: Any) -> Any:
-        drafts = torch.zeros(len(lengths), num_drafts, dtype=torch.int32)
-        for row, length in enumerate(lengths.tolist()):
+    def foresee(rank: ModelRank, _drafter: Any, _inputs: Any, emitted: Any, _: Any) -> None:
+        lengths = emitted.context_lens.tolist()
+        for slot, length in zip(emitted.slots.tolist(), lengths, strict=True):
             after_bonus = expected[length - len(PROMPT) + 1 :][:num_drafts]
-            drafts[row, : len(after_bonus)] = torch.tensor(after_bonus)
-        return drafts, torch.full((len(lengths),), num_drafts, dtype=torch.int32)
+            rank.state.drafts[slot, : len(after_bonus)] = torch.tensor(after_bonus)
 
     monkeypatch.setattr(ModelRank, "_propose", foresee)
     with LLM(**engine_args(pair)) as llm:

@@ -12,7 +12,7 @@ from models.parallel import TensorParallel, even_part
 from models.rope import rope_table
 from models.weights import CheckpointReader
 from tests.unit.models.conftest import PairMaker
-from tests.unit.models.ranks import run_ranks
+from tests.unit.models.ranks import TORCH, run_ranks
 
 # 9 query and 3 KV heads, and widths that 2 and 4 do not divide.
 ODD_SIZES = {
@@ -70,7 +70,7 @@ def test_head_shards_the_vocabulary_and_pads_it_with_minus_infinity(
         local = torch.zeros(width, 8)
         mine = weight[tp.rank * width : (tp.rank + 1) * width]
         local[: len(mine)] = mine
-        return LMHead(local, vocab_size, tp)(hidden)
+        return LMHead(local, vocab_size, tp, TORCH)(hidden)
 
     logits = torch.cat(run_ranks(size, work), dim=1)
     torch.testing.assert_close(logits[:, :vocab_size], hidden @ weight.t())
@@ -93,7 +93,7 @@ def test_mlp_equals_its_formula_at_every_size(pair: PairMaker, biases: bool) -> 
 
     def work(tp: TensorParallel) -> Tensor:
         with CheckpointReader(directory) as reader:
-            return MLP(config, tp, reader, prefix, torch.float32)(x)
+            return MLP(config, tp, reader, prefix, torch.float32, TORCH)(x)
 
     for size in SIZES:
         for found in run_ranks(size, work):
@@ -122,7 +122,7 @@ def test_attention_is_the_same_at_every_size(
 
     def run(tp: TensorParallel) -> tuple[Tensor, int]:
         with CheckpointReader(directory) as reader:
-            layer = Attention(config, tp, reader, "model.layers.0.self_attn", torch.float32)
+            layer = Attention(config, tp, reader, "model.layers.0.self_attn", torch.float32, TORCH)
         assert layer.kv_weight().shape[0] == 2 * layer.kv_spec().num_kv_heads * config.head_dim
         return self_attention(layer, x, cos, sin), layer.kv_spec().num_kv_heads
 
@@ -142,7 +142,7 @@ def test_kv_weight_is_the_rows_of_k_then_v(pair: PairMaker) -> None:
     prefix = "model.layers.2.self_attn"
     with CheckpointReader(directory) as reader:
         config = load_target_config(directory).decoder
-        layer = Attention(config, TensorParallel(), reader, prefix, torch.float32)
+        layer = Attention(config, TensorParallel(), reader, prefix, torch.float32, TORCH)
     bias = layer.kv_bias()
     assert bias is not None
     for kind, found in (("weight", layer.kv_weight()), ("bias", bias)):
@@ -155,7 +155,9 @@ def test_a_layer_adds_attention_then_mlp_to_its_residual(pair: PairMaker) -> Non
     config = load_target_config(directory).decoder
     weights = load_file(directory / "model.safetensors")
     with CheckpointReader(directory) as reader:
-        layer = DecoderLayer(config, TensorParallel(), reader, "model.layers.0", torch.float32)
+        layer = DecoderLayer(
+            config, TensorParallel(), reader, "model.layers.0", torch.float32, TORCH
+        )
     hidden, attended = torch.randn(3, 32), torch.randn(3, 64)
 
     def norm(x: Tensor, name: str) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from models.layers import LMHead
 from models.parallel import TensorParallel
 from models.sampler import greedy
-from tests.unit.models.ranks import run_ranks
+from tests.unit.models.ranks import TORCH, run_ranks
 
 
 def first_maximum(row: list[float]) -> int:
@@ -28,7 +28,7 @@ def choose(logits: Tensor, size: int, operands: list[Tensor] | None = None) -> l
     padded[:, :vocab_size] = logits
 
     def work(tp: TensorParallel) -> Tensor:
-        head = LMHead(torch.zeros(width, 1), vocab_size, tp)
+        head = LMHead(torch.zeros(width, 1), vocab_size, tp, TORCH)
         return greedy(padded[:, tp.rank * width : (tp.rank + 1) * width], head)
 
     return run_ranks(size, work, operands)

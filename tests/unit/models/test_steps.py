@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from models.parallel import TensorParallel
+from models.rows import StepInputs
 from models.state import SlotState
-from models.steps import ModelRank, StepInputs, StepResult
+from models.steps import ModelRank, StepResult
 from tests.oracle.dflash_reference import Trace, generate, load_drafter
 from tests.tiny import Kind, load_target
 from tests.unit.models.conftest import PROMPT, Pair, PairMaker
@@ -52,8 +53,11 @@ def inputs(
     pages: int = 16,
     padding: int = 0,
 ) -> StepInputs:
-    """The tensors of a step, with `padding` more rows in both grids and tokens in prefill rows."""
+    """The tensors of a step, with `padding` more rows in both grids, emitting rows, tokens in
+    prefill rows and tokens behind the grids."""
     decode, prefill = list(decode), list(prefill)
+    last = [i for i, row in enumerate(prefill) if row.last]
+    emitting = [*decode, *(prefill[i] for i in last)]
 
     def ints(values: list[int], fill: int = 0) -> Tensor:
         return torch.tensor([*values, *[fill] * padding], dtype=torch.int32)
@@ -62,29 +66,30 @@ def inputs(
     tokens = torch.zeros(len(prefill) + padding, length, dtype=torch.int32)
     for i, row in enumerate(prefill):
         tokens[i, : len(row.tokens)] = torch.tensor(row.tokens)
+    num_decode = len(decode) + padding
     return StepInputs(
         verify_width=width,
+        num_tokens=num_decode * width + tokens.numel() + padding,
         context_pages=pages,
         decode_slots=ints([row.slot for row in decode], SCRATCH),
         decode_positions=ints([row.position for row in decode]),
         decode_num_drafts=ints([row.num_drafts for row in decode]),
         decode_in_flight=ints([row.in_flight for row in decode]).bool(),
-        decode_propose=ints([row.propose for row in decode]).bool(),
         decode_valid=ints([1] * len(decode)).bool(),
         prefill_slots=ints([row.slot for row in prefill], SCRATCH),
         prefill_starts=ints([row.start for row in prefill]),
         prefill_counts=ints([len(row.tokens) for row in prefill]),
         prefill_tokens=tokens,
         prefill_fresh=ints([row.start == 0 for row in prefill]).bool(),
-        prefill_last=ints([row.last for row in prefill]).bool(),
-        prefill_propose=ints([row.propose for row in prefill]).bool(),
-        temperatures=torch.zeros(len(decode) + len(prefill) + 2 * padding),
-        seeds=torch.zeros(len(decode) + len(prefill) + 2 * padding, 2, dtype=torch.int32),
+        emitting=ints([*range(len(decode)), *(num_decode + i for i in last)], fill=-1),
+        propose=ints([row.propose for row in emitting]).bool(),
+        temperatures=torch.zeros(len(emitting) + padding),
+        seeds=torch.zeros(len(emitting) + padding, 2, dtype=torch.int32),
     )
 
 
 def emitted(result: StepResult) -> list[list[int]]:
-    """The tokens of every row; padding must follow them."""
+    """The tokens of every emitting row; padding must follow them."""
     rows = []
     for row in result.sampled.tolist():
         count = sum(token >= 0 for token in row)
@@ -153,7 +158,7 @@ def test_requests_in_one_step_are_as_each_alone(trained: PairMaker) -> None:
     rank = load_model_rank(*pair, page_size=PAGE)
     rank.step(inputs(prefill=[Prefill(2, PROMPT)]))
     result = rank.step(inputs([Decode(2, len(PROMPT))], [Prefill(0, OTHER_PROMPT)], padding=1))
-    assert emitted(result) == [first.steps[0].emitted, [], second.token_ids[:1], []]
+    assert emitted(result) == [first.steps[0].emitted, second.token_ids[:1], []]
     positions = {0: len(OTHER_PROMPT), 2: len(PROMPT) + len(first.steps[0].emitted)}
     for i in range(6):
         steps = {0: second.steps[i], 2: first.steps[1 + i]}
@@ -184,14 +189,13 @@ def test_chunked_prefill_is_as_whole(
         start = end
     assert start == len(PROMPT)
     if in_one_step:
-        results = emitted(rank.step(inputs(prefill=rows[::-1])))[::-1]
+        assert emitted(rank.step(inputs(prefill=rows[::-1]))) == [trace.token_ids[:1]]
     else:
-        results = []
         for row in rows:
-            results += emitted(rank.step(inputs(prefill=[row], padding=2)))[2:3]
+            result = emitted(rank.step(inputs(prefill=[row], padding=2)))
+            assert result == [trace.token_ids[:1]] * row.last + [[], []]
             if not row.last:
                 assert drafts_in(rank, 1) == []
-    assert results == [[]] * (len(chunks) - 1) + [trace.token_ids[:1]]
     assert drafts_in(rank, 1) == trace.steps[0].drafts
     result = rank.step(inputs([Decode(1, len(PROMPT))]))
     assert emitted(result) == [trace.steps[0].emitted]
@@ -328,8 +332,8 @@ def test_padded_rows_write_to_the_null_page_and_the_scratch_slot_only(
     rank = prefilled(trained("qwen3"), slot=1)
     before = copy.deepcopy((pools(rank), state_of(rank)))
     result = rank.step(inputs(padding=3))
-    assert emitted(result) == [[]] * 6
-    assert result.num_drafts.tolist() == [0] * 6
+    assert emitted(result) == [[]] * 3
+    assert result.num_drafts.tolist() == [0] * 3
     for old, new in zip(before[0], pools(rank), strict=True):
         assert torch.equal(new[1:], old[1:])
         assert new.isfinite().all()
@@ -349,7 +353,7 @@ def test_padding_changes_no_row(trained: PairMaker) -> None:
     decode, prefill = [Decode(0, len(PROMPT))], [Prefill(1, OTHER_PROMPT)]
     one = tight.step(inputs(decode, prefill, pages=4))
     two = padded.step(inputs(decode, prefill, pages=16, padding=3))
-    assert emitted(two) == [emitted(one)[0], [], [], [], emitted(one)[1], [], [], []]
+    assert emitted(two) == [*emitted(one), [], [], []]
     for a, b in zip(pools(tight), pools(padded), strict=True):
         torch.testing.assert_close(b[1:], a[1:], rtol=0, atol=1e-5 * float(a[1:].abs().max()))
     for a, b in zip(state_of(tight), state_of(padded), strict=True):
@@ -536,10 +540,11 @@ class History:
             return
         verified = [min(d.num_drafts, len(self.slots[d.slot].drafts)) for d in decode]
         expected = [self.slots[row.slot].verify(row.num_drafts) for row in decode]
-        expected += [self.slots[row.slot].prefill(len(row.tokens)) for row in prefill]
+        first = [self.slots[row.slot].prefill(len(row.tokens)) for row in prefill]
+        expected += [tokens for tokens in first if tokens]
         result = rank.step(inputs(decode, prefill))
         assert emitted(result) == expected
-        assert result.num_drafts.tolist() == verified + [0] * len(prefill)
+        assert result.num_drafts.tolist() == verified + [0] * sum(row.last for row in prefill)
         for row in (*decode, *(row for row in prefill if row.last)):
             request = self.slots[row.slot]
             request.unread = True

@@ -27,6 +27,23 @@ def test_work_runs_in_order_on_one_other_thread() -> None:
     backend.close()
 
 
+def test_backends_with_equally_many_threads_share_one_device() -> None:
+    first, second, other = (EagerBackend(num_threads=n) for n in (1, 1, 2))
+    threads = [b.submit(threading.get_ident).result() for b in (first, second, other)]
+    assert threads[0] == threads[1] != threads[2]
+    done: list[str] = []
+    second.submit(lambda: time.sleep(0.05))
+    first.submit(lambda: done.append("first"))
+    first.close()
+    first.close()
+    assert done == ["first"], "closing one waits for what it submitted"
+    with pytest.raises(RuntimeError):
+        first.submit(lambda: 1)
+    assert second.submit(threading.get_ident).result() == threads[1]
+    second.close()
+    other.close()
+
+
 def test_submit_does_not_wait() -> None:
     backend = EagerBackend(num_threads=1)
     release = threading.Event()
