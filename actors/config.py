@@ -78,8 +78,16 @@ class EngineArgs(_Frozen):
     of tokens in a KV page. `num_kv_pages` or `kv_cache_memory_bytes` sizes the KV pools of one
     rank. `cpus_per_shard` and `threads_per_shard` apply to CPU shards: the first is what Ray
     reserves, the second how many threads a shard computes with (default: an equal share).
-    `step_timeout_s` is how long a shard may take for one step before it counts as wedged.
+    `pin_threads` keeps each rank of an engine on cores of its own, counted from the first: for one
+    engine per machine. `step_timeout_s` is how long a shard may take for one step before it counts
+    as wedged, `warm_up_timeout_s` the same for a step of warm-up, which compiles.
     `async_scheduling` plans and submits a step before the output of the one before it was read.
+
+    `backend` cpu compiles, eager (for debugging) does not. `exact` makes what a request gets
+    independent, to the bit, of what runs beside it; None is true wherever the backend can.
+    `late_compile` says whether compiling after warm-up is logged or an error. With
+    `debug_logits_dir` every step writes its logits there. `profile_num_layers` runs only so many
+    of the target's layers, for profiling: the text is not meaningful.
     """
 
     model: str = Field(min_length=1)
@@ -95,6 +103,7 @@ class EngineArgs(_Frozen):
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
     cpus_per_shard: float = Field(default=0.5, ge=0.0001)
     threads_per_shard: int | None = Field(default=None, ge=1)
+    pin_threads: bool = False
     step_timeout_s: float = Field(default=120.0, gt=0)
     backend: Literal["auto", "cpu", "eager"] = "auto"
     exact: bool | None = None
@@ -127,6 +136,7 @@ class EngineConfig(_Frozen):
     num_kv_pages: int
     cpus_per_shard: float
     threads_per_shard: int | None
+    pin_threads: bool
     step_timeout_s: float
     backend: Literal["cpu", "eager"]
     exact: bool
@@ -190,6 +200,7 @@ class EngineConfig(_Frozen):
             num_kv_pages=num_kv_pages,
             cpus_per_shard=args.cpus_per_shard,
             threads_per_shard=args.threads_per_shard,
+            pin_threads=args.pin_threads,
             step_timeout_s=args.step_timeout_s,
             backend=backend,
             exact=_exact(args, backend, dtype),

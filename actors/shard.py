@@ -39,8 +39,8 @@ class Shard:
         self._trace = trace
         self._config = config
         self._rank = rank
-        threads = config.threads_per_shard or _equal_share(config.tensor_parallel_size)
-        self._backend = _backend(config, threads)
+        self._num_threads = config.threads_per_shard or _equal_share(config.tensor_parallel_size)
+        self._backend = _backend(config, self._num_threads)
         self._model: ModelRank | None = None
         self._in_flight: _InFlight | None = None
         self.bytes_read = 0
@@ -56,6 +56,8 @@ class Shard:
 
         Raises `CheckpointRefused` where a checkpoint does not hold what its config promises.
         """
+        if self._config.pin_threads:
+            self._backend.submit(self._pin).result()
         self._backend.submit(lambda: self._load(rendezvous)).result()
 
     def step(self, payload: bytes) -> bytes:
@@ -120,6 +122,18 @@ class Shard:
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: values.contiguous() for name, values in captured.items()}
         save_file(tensors, directory / f"step{step:06d}-rank{self._rank}.safetensors")
+
+    def _pin(self) -> None:
+        """Keep the device thread, and the helpers it will start, on this rank's cores."""
+        cores = sorted(os.sched_getaffinity(0))
+        first = self._rank * self._num_threads
+        own = cores[first : first + self._num_threads]
+        if len(own) < self._num_threads:
+            raise ValueError(
+                f"pin_threads: rank {self._rank} needs {self._num_threads} cores from the "
+                f"{first + 1}th on, the process has {len(cores)}"
+            )
+        os.sched_setaffinity(0, own)
 
     def _span(self, step: int) -> AbstractContextManager[Any]:
         return self._trace.span("step", DEVICE, step=step) if self._trace else nullcontext()
