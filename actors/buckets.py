@@ -51,11 +51,14 @@ class BucketLadder:
 
     def warm_up(self) -> list[Bucket]:
         """Buckets that between them have every number of token rows and of emitting rows, which
-        is what the regions of a step are compiled for."""
-        cover: dict[tuple[str, int], Bucket] = {}
+        is what the regions of a step are compiled for, and, because all of such a step is
+        compiled, every shape of a step without prefill."""
+        cover: dict[tuple[str, int, int], Bucket] = {}
         for bucket in self._all():
-            cover.setdefault(("tokens", bucket.num_tokens), bucket)
-            cover.setdefault(("emitting", bucket.emitting_rows), bucket)
+            cover.setdefault(("tokens", bucket.num_tokens, 0), bucket)
+            cover.setdefault(("emitting", bucket.emitting_rows, 0), bucket)
+            if not bucket.prefill_rows:
+                cover.setdefault(("decode", bucket.decode_rows, bucket.verify_width), bucket)
         return list(dict.fromkeys(cover.values()))
 
     def prefill_width(self, chunks: list[int]) -> int:

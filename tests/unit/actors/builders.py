@@ -81,6 +81,7 @@ def engine_config(
         num_kv_pages=num_kv_pages or pages,
         cpus_per_shard=0.5,
         threads_per_shard=1,
+        pin_threads=False,
         step_timeout_s=10.0,
         backend="eager",
         exact=False,

@@ -227,7 +227,10 @@ def test_warm_up_is_made_of_steps_of_the_ladder_and_of_few(ladder: Ladder) -> No
     warm = sizes.warm_up()
     assert {bucket.num_tokens for bucket in warm} == set(sizes.num_tokens)
     assert {bucket.emitting_rows for bucket in warm} == {0, *sizes.decode_rows}
-    assert len(warm) == len(set(warm)) <= len(sizes.num_tokens) + len(sizes.decode_rows) + 1
+    decode = len(sizes.decode_rows) * len(sizes.verify_widths)
+    assert (
+        len(warm) == len(set(warm)) <= len(sizes.num_tokens) + len(sizes.decode_rows) + 1 + decode
+    )
     for bucket in warm:
         assert bucket.decode_rows in {0, *sizes.decode_rows}
         assert bucket.verify_width in sizes.verify_widths
@@ -267,3 +270,14 @@ def test_tokens_are_those_of_either_grid_and_of_both_at_their_largest() -> None:
     # Decode 1, 2, 3 rows of 1 or 4 tokens, prefill 1, 2, 3, 4, 5 rows of 16.
     expected = (2, 3, 4, 8, 12, 16, 32, 48, 64, 80, 12 + 80)
     assert BucketLadder.for_config(config).num_tokens == expected
+
+
+def test_warm_up_tells_decode_shapes_of_equally_many_tokens_apart() -> None:
+    """Four rows of one token, two of two and one of four are compiled each."""
+    ladder = BucketLadder.for_config(engine_config(num_drafts=3, verify_widths=(1, 2, 4)))
+    decode = {
+        (bucket.decode_rows, bucket.verify_width)
+        for bucket in ladder.warm_up()
+        if not bucket.prefill_rows
+    }
+    assert decode == {(rows, width) for rows in (1, 2, 4) for width in (1, 2, 4)}

@@ -118,6 +118,7 @@ def test_what_the_user_sets_is_kept(target: Save) -> None:
         "num_kv_pages": 20,
         "cpus_per_shard": 1.5,
         "threads_per_shard": 2,
+        "pin_threads": True,
         "step_timeout_s": 9.0,
         "backend": "eager",
         "exact": False,
