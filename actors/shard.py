@@ -21,14 +21,17 @@ from models.kv_cache import allocate
 from models.registry import DRAFTERS, TARGETS
 from models.scoring import next_token_logits
 from models.state import SlotState
-from models.steps import ModelRank, Regions, StepResult
+from models.steps import ModelRank, Regions
 from models.weights import CheckpointReader
+
+# `StepResult` on the host: sampled tokens and verified drafts, by emitting row.
+_Emitted = tuple[list[list[int]], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     plan: StepPlan
-    result: "Future[StepResult]"
+    emitted: "Future[_Emitted]"
 
 
 class Shard:
@@ -69,8 +72,8 @@ class Shard:
         previous, self._in_flight = self._in_flight, self._submit(plan)
         if previous is None:
             return encode(None)
-        result = previous.result.result()
-        return encode(_output(previous.plan, result, self._backend.late_compiles))
+        emitted = previous.emitted.result()
+        return encode(_output(previous.plan, emitted, self._backend.late_compiles))
 
     def seal(self) -> None:
         """Warm-up is over: what is compiled from now on is counted, or refused."""
@@ -105,13 +108,13 @@ class Shard:
             inputs = step_inputs(plan, model.state.scratch_slot)
         captured: dict[str, torch.Tensor] | None = {} if self._config.debug_logits_dir else None
 
-        def work() -> StepResult:
+        def work() -> _Emitted:
             with self._span(plan.step):
                 write_page_updates(plan, model.state)
                 result = model.step(inputs, captured)
             if captured is not None:
                 self._save(plan.step, captured)
-            return result
+            return result.sampled.tolist(), result.num_drafts.tolist()
 
         return _InFlight(plan, self._backend.submit(work))
 
@@ -172,6 +175,7 @@ class Shard:
                 drafter.pack()
                 specs += drafter.kv_specs()
         target.pack()
+        backend.weights_loaded()
         pools = allocate(specs, config.num_kv_pages, config.block_size)
         num_layers = config.target.decoder.num_layers
         self._model = ModelRank(
@@ -185,14 +189,14 @@ class Shard:
         )
 
 
-def _output(plan: StepPlan, result: StepResult, late_compiles: int) -> StepOutput:
+def _output(plan: StepPlan, emitted: _Emitted, late_compiles: int) -> StepOutput:
     """The emitting rows of a step's result, in the plan's order, without padding."""
     count = len(plan.decode) + sum(row.last for row in plan.prefill)
-    sampled, num_drafts = result.sampled[:count].tolist(), result.num_drafts[:count].tolist()
+    sampled, num_drafts = emitted
     return StepOutput(
         step=plan.step,
-        sampled=tuple(tuple(t for t in row if t >= 0) for row in sampled),
-        num_drafts=tuple(num_drafts),
+        sampled=tuple(tuple(t for t in row if t >= 0) for row in sampled[:count]),
+        num_drafts=tuple(num_drafts[:count]),
         late_compiles=late_compiles,
     )
 

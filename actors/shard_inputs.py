@@ -1,10 +1,16 @@
 """A `StepPlan` as the padded tensors of its bucket."""
 
+from array import array
+from collections.abc import Iterable
+from struct import Struct
+
 import torch
 
 from actors.messages import DecodeRow, PrefillRow, StepPlan
 from models.rows import StepInputs
 from models.state import SlotState
+
+_SEED, _HALVES = Struct("=q"), Struct("=2i")
 
 
 def write_page_updates(plan: StepPlan, state: SlotState) -> None:
@@ -15,53 +21,96 @@ def write_page_updates(plan: StepPlan, state: SlotState) -> None:
 
 
 def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
-    """Every tensor has its bucket's size; padded rows point at `scratch_slot`."""
+    """Every tensor has its bucket's size; padded rows point at `scratch_slot`.
+
+    All are views of three buffers: the device thread computes meanwhile, and every torch call made
+    here takes the interpreter from it.
+    """
     bucket = plan.bucket
     assert bucket is not None
     decode, prefill = plan.decode, plan.prefill
-
-    def decode_ints(values: list[int], fill: int = 0) -> torch.Tensor:
-        return _padded(values, bucket.decode_rows, fill)
-
-    def prefill_ints(values: list[int], fill: int = 0) -> torch.Tensor:
-        return _padded(values, bucket.prefill_rows, fill)
-
-    def emitting_ints(values: list[int], fill: int = 0) -> torch.Tensor:
-        return _padded(values, bucket.emitting_rows, fill)
-
     last = [i for i, row in enumerate(prefill) if row.last]
     rows: list[DecodeRow | PrefillRow] = [*decode, *(prefill[i] for i in last)]
-    padding = bucket.emitting_rows - len(rows)
-    tokens = torch.zeros(bucket.prefill_rows, bucket.prefill_width, dtype=torch.int32)
+    num_decode, num_prefill, num_emitting = (
+        bucket.decode_rows,
+        bucket.prefill_rows,
+        bucket.emitting_rows,
+    )
+    ints = _Columns(array("i"))
+    ints.add((row.slot for row in decode), num_decode, fill=scratch_slot)
+    ints.add((row.position for row in decode), num_decode)
+    ints.add((row.num_drafts for row in decode), num_decode)
+    ints.add((row.slot for row in prefill), num_prefill, fill=scratch_slot)
+    ints.add((row.start for row in prefill), num_prefill)
+    ints.add((len(row.token_ids) for row in prefill), num_prefill)
+    ints.add((*range(len(decode)), *(num_decode + i for i in last)), num_emitting, fill=-1)
+    # 64-bit seeds as halves, since devices have no 64-bit integers.
+    ints.add(
+        (half for row in rows for half in _HALVES.unpack(_SEED.pack(row.seed))), 2 * num_emitting
+    )
+    width = bucket.prefill_width
+    tokens = array("i", bytes(4 * num_prefill * width))
     for i, row in enumerate(prefill):
-        tokens[i, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int32)
+        tokens[i * width : i * width + len(row.token_ids)] = array("i", row.token_ids)
+    ints.add(tokens, len(tokens))
+    flags = _Columns(array("b"))
+    flags.add((row.prev_in_flight for row in decode), num_decode)
+    flags.add((True for _ in decode), num_decode)
+    flags.add((row.fresh for row in prefill), num_prefill)
+    flags.add((row.propose for row in rows), num_emitting)
+    floats = _Columns(array("f"))
+    floats.add((row.temperature for row in rows), num_emitting)
+
+    (
+        decode_slots,
+        decode_positions,
+        decode_num_drafts,
+        prefill_slots,
+        prefill_starts,
+        prefill_counts,
+        emitting,
+        seeds,
+        prefill_tokens,
+    ) = ints.tensors(torch.int32)
+    decode_in_flight, decode_valid, prefill_fresh, propose = flags.tensors(torch.bool)
+    (temperatures,) = floats.tensors(torch.float32)
     return StepInputs(
         verify_width=bucket.verify_width,
         num_tokens=bucket.num_tokens,
         context_pages=bucket.context_pages,
-        decode_slots=decode_ints([row.slot for row in decode], scratch_slot),
-        decode_positions=decode_ints([row.position for row in decode]),
-        decode_num_drafts=decode_ints([row.num_drafts for row in decode]),
-        decode_in_flight=decode_ints([row.prev_in_flight for row in decode]).bool(),
-        decode_valid=decode_ints([1] * len(decode)).bool(),
-        prefill_slots=prefill_ints([row.slot for row in prefill], scratch_slot),
-        prefill_starts=prefill_ints([row.start for row in prefill]),
-        prefill_counts=prefill_ints([len(row.token_ids) for row in prefill]),
-        prefill_tokens=tokens,
-        prefill_fresh=prefill_ints([row.fresh for row in prefill]).bool(),
-        emitting=emitting_ints(
-            [*range(len(decode)), *(bucket.decode_rows + i for i in last)], fill=-1
-        ),
-        propose=emitting_ints([row.propose for row in rows]).bool(),
-        temperatures=torch.tensor(
-            [row.temperature for row in rows] + [0.0] * padding, dtype=torch.float32
-        ),
-        # Halves, since devices have no 64-bit integers.
-        seeds=torch.tensor([row.seed for row in rows] + [0] * padding, dtype=torch.int64)
-        .view(torch.int32)
-        .view(-1, 2),
+        decode_slots=decode_slots,
+        decode_positions=decode_positions,
+        decode_num_drafts=decode_num_drafts,
+        decode_in_flight=decode_in_flight,
+        decode_valid=decode_valid,
+        prefill_slots=prefill_slots,
+        prefill_starts=prefill_starts,
+        prefill_counts=prefill_counts,
+        prefill_tokens=prefill_tokens.view(num_prefill, width),
+        prefill_fresh=prefill_fresh,
+        emitting=emitting,
+        propose=propose,
+        temperatures=temperatures,
+        seeds=seeds.view(num_emitting, 2),
     )
 
 
-def _padded(values: list[int], size: int, fill: int) -> torch.Tensor:
-    return torch.tensor([*values, *[fill] * (size - len(values))], dtype=torch.int32)
+class _Columns:
+    """Padded columns one behind the other in one buffer."""
+
+    def __init__(self, buffer: "array[int] | array[float]") -> None:
+        self._buffer = buffer
+        self._sizes: list[int] = []
+
+    def add(self, values: Iterable[float], size: int, fill: int = 0) -> None:
+        """The next column: `values`, then `fill` up to `size`."""
+        start = len(self._buffer)
+        self._buffer.extend(values)  # type: ignore[arg-type]
+        self._buffer.extend([fill] * (start + size - len(self._buffer)))
+        self._sizes.append(size)
+
+    def tensors(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Each column, a view of the buffer."""
+        if not self._buffer:
+            return [torch.empty(0, dtype=dtype) for _ in self._sizes]
+        return list(torch.frombuffer(self._buffer, dtype=dtype).split(self._sizes))

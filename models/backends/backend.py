@@ -26,6 +26,9 @@ class Backend(Protocol):
     def compile(self, region: Region) -> Region:
         """`region` compiled for every set of shapes it is called with, at the first such call."""
 
+    def weights_loaded(self) -> None:
+        """Every weight is where it stays; nothing has been reserved for KV yet."""
+
     def seal(self) -> None:
         """Everything has been compiled: from now on a new compilation is a defect."""
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch._inductor.compile_fx import compile_fx
 
+from models.backends import huge_pages
 from models.backends.backend import Region
 from models.backends.eager import EagerBackend
 from models.backends.native import NativeOps
@@ -59,6 +60,10 @@ class CpuBackend(EagerBackend):
             options={"guard_filter_fn": _guards_to_keep},
         )
         return cast(Region, compiled)
+
+    def weights_loaded(self) -> None:
+        """See `Backend.weights_loaded`. Their memory goes to huge pages."""
+        huge_pages.collapse()
 
     def seal(self) -> None:
         """See `Backend.seal`."""

@@ -48,6 +48,9 @@ class EagerBackend:
         """The region as it is."""
         return region
 
+    def weights_loaded(self) -> None:
+        """Nothing is to be done."""
+
     def seal(self) -> None:
         """Nothing is ever compiled."""
 
