@@ -369,9 +369,15 @@ at::Tensor paged_attention(
   const auto q = q_any.contiguous();
   const auto type = q.scalar_type();
   std::optional<at::Tensor> own_k, own_v;
+  TORCH_CHECK(own_k_any.has_value() == own_v_any.has_value(), "own_k without own_v, or own_v alone");
   if (own_k_any) {
     own_k = own_k_any->contiguous();
     own_v = own_v_any->contiguous();
+    TORCH_CHECK(own_k->sizes() == own_v->sizes(), "own_k is ", own_k->sizes(), ", own_v ",
+                own_v->sizes());
+    TORCH_CHECK(own_k->dim() == 4 && own_k->size(0) * own_k->size(1) == q.size(0) &&
+                    own_k->size(2) == q.size(1) && own_k->size(3) == q.size(3),
+                "q is ", q.sizes(), ", own_k ", own_k->sizes());
     check(*own_k, "own_k", type, 4);
     check(*own_v, "own_v", type, 4);
   }
@@ -381,6 +387,12 @@ at::Tensor paged_attention(
   check(block_table, "block_table", at::kInt, 2);
   check(slots, "slots", at::kInt, 1);
   check(lens, "lens", at::kInt, 1);
+  TORCH_CHECK(slots.size(0) == q.size(0) && lens.size(0) == q.size(0), "q has ", q.size(0),
+              " tokens, slots ", slots.size(0), ", lens ", lens.size(0));
+  TORCH_CHECK(k_pool.sizes() == v_pool.sizes(), "k_pool is ", k_pool.sizes(), ", v_pool ",
+              v_pool.sizes());
+  TORCH_CHECK(k_pool.size(2) == q.size(1) && k_pool.size(3) == q.size(3), "q is ", q.sizes(),
+              ", k_pool ", k_pool.sizes());
   auto out = at::empty(q.sizes(), q.options());
   if (type == at::kBFloat16)
     paged_attention_kernel<at::BFloat16>(
