@@ -20,7 +20,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_TIMEOUT_S = 180.0
+# With an empty cache a start compiles for minutes.
+READY_TIMEOUT_S = 540.0
 STOP_TIMEOUT_S = 60.0
 
 

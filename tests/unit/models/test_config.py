@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from models.config import (
     check_pairing,
     load_drafter_config,
     load_target_config,
+    reduced,
 )
 from models.config_fields import CheckpointRefused
+from tests.unit.actors.builders import engine_config
 
 DECODER: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -441,3 +445,52 @@ def test_ids_of_a_speculators_drafter_are_refused_by_their_own_field(
     pair = target(), drafter(SPECULATORS, aux_hidden_state_layer_ids=ids)
     with refuses("aux_hidden_state_layer_ids", layer_id, 5):
         check_pairing(*pair, num_speculative_tokens=4)
+
+
+# ------------------------------------------------------------------------ reduced, for profiling
+
+
+def pair_of(num_layers: int, capture: tuple[int, ...]) -> tuple[TargetConfig, DrafterConfig]:
+    target = engine_config(num_drafts=3).target
+    drafter = engine_config(num_drafts=3).drafter
+    assert drafter is not None
+    return (
+        replace(target, decoder=replace(target.decoder, num_layers=num_layers)),
+        replace(drafter, capture_layer_ids=capture),
+    )
+
+
+def test_a_reduced_target_keeps_capture_points_it_still_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target, drafter = reduced(*pair_of(30, (2, 9, 15)), 16)
+    assert target.decoder.num_layers == 16
+    assert drafter is not None
+    assert drafter.capture_layer_ids == (2, 9, 15)
+    assert "16 of the target's 30 layers" in caplog.text
+    assert "not meaningful" in caplog.text
+
+
+@pytest.mark.parametrize("num_layers", range(5, 29))
+def test_a_reduced_target_captures_at_even_distances_otherwise(num_layers: int) -> None:
+    _, drafter = reduced(*pair_of(30, (2, 9, 15, 21, 28)), num_layers)
+    assert drafter is not None
+    points = drafter.capture_layer_ids
+    assert len(points) == 5
+    assert points[0] >= 0
+    assert points[-1] == num_layers - 1
+    distances = [b - a for a, b in pairwise(points)]
+    assert min(distances) >= 1
+    assert max(distances) - min(distances) <= 1
+
+
+def test_a_reduced_target_without_a_drafter() -> None:
+    target, _ = pair_of(30, (2,))
+    assert reduced(target, None, 1)[0].decoder.num_layers == 1
+
+
+def test_a_reduced_target_may_be_too_shallow_or_too_deep() -> None:
+    with pytest.raises(CheckpointRefused, match=r"is 4, the drafter captures 5 layers"):
+        reduced(*pair_of(30, (2, 9, 15, 21, 28)), 4)
+    with pytest.raises(CheckpointRefused, match=r"is 31, the target has 30 layers"):
+        reduced(*pair_of(30, (2,)), 31)
