@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch._inductor.compile_fx import compile_fx
 
 from models.backends import huge_pages
 from models.backends.backend import Region
@@ -45,6 +44,7 @@ class CpuBackend(EagerBackend):
         Raises `RuntimeError` where there is no working C++ compiler.
         """
         super().__init__(num_threads)
+        # Before inductor is imported, which would choose a temporary directory.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
         self.ops = self.submit(lambda: _prepare(exact)).result()
         self._strict = strict
@@ -79,6 +79,8 @@ class CpuBackend(EagerBackend):
             if self._strict:
                 raise RuntimeError(message)
             logger.warning("%s (%d so far)", message, self.late_compiles)
+        from torch._inductor.compile_fx import compile_fx
+
         return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=_INDUCTOR))
 
 

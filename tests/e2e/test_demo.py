@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(demo_args(max_model_len=MAX_MODEL_LEN)) as server:
+    with serving(demo_args(max_model_len=MAX_MODEL_LEN, num_kv_pages=None)) as server:
         yield server
 
 

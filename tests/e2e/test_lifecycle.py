@@ -90,7 +90,7 @@ def test_ctrl_c_in_the_middle_of_a_stream_leaves_nothing(tiny_pair: tuple[Path, 
         except httpx.HTTPError:
             return
 
-    with serving(args) as server:
+    with serving({**args, "backend": "eager"}) as server:
         listening = {c.laddr.ip for c in listeners() if c.laddr.port == server.http_port}
         assert listening == {"127.0.0.1"}
         reader = threading.Thread(target=read_until_the_end, args=(server.url,))

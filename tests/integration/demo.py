@@ -22,12 +22,18 @@ SPECULATIVE: dict[str, Any] = {"method": "dflash", "model": DEMO_DRAFTER}
 
 
 def demo_args(**changes: Any) -> dict[str, Any]:
-    """`EngineArgs` of the demo pair in float32, with room for the tests' short prompts."""
+    """`EngineArgs` of the demo pair in float32, with room for the tests' short prompts.
+
+    All have pools of the same size and prefill in rows of one width: then what one engine compiled
+    serves the others.
+    """
     return {
         "model": DEMO_TARGET,
         "speculative_config": SPECULATIVE,
         "dtype": "float32",
         "max_model_len": 512,
+        "num_kv_pages": 8 * 32 + 1,
+        "buckets": {"prefill_widths": [16]},
     } | changes
 
 
