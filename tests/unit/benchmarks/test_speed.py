@@ -174,6 +174,8 @@ def test_each_engine_saves_a_trace_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         def __init__(self, **args: Any) -> None:
             assert isinstance(args["trace"], Trace)
 
+        def warm_up(self) -> None: ...
+
         def __enter__(self) -> Self:
             return self
 
