@@ -29,7 +29,10 @@ def ignore() -> None:
 class Engine:
     """Emits as many tokens as it may, in chunks of up to two; knows how many it served at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected_in_flight: int = 1) -> None:
+        """No request gets a token until `expected_in_flight` have been there at once."""
+        self.expected_in_flight = expected_in_flight
+        self.all_there = asyncio.Event()
         self.requests: list[GenerateRequest] = []
         self.in_flight = 0
         self.most_in_flight = 0
@@ -38,8 +41,11 @@ class Engine:
         self.requests.append(request)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        if self.in_flight >= self.expected_in_flight:
+            self.all_there.set()
         num_tokens = request.sampling.max_tokens
         try:
+            await asyncio.wait_for(self.all_there.wait(), 30)
             for first in range(0, num_tokens, 2):
                 await asyncio.sleep(0)
                 yield TokenChunk(
@@ -96,7 +102,7 @@ def test_usage_without_a_drafter_has_no_verify_steps(pair: tuple[Path, Path]) ->
 def test_so_many_requests_are_in_flight(
     pair: tuple[Path, Path], concurrency: int, most: int
 ) -> None:
-    engine = Engine()
+    engine = Engine(expected_in_flight=most)
     load = HttpLoad("off", URL, serve(pair, engine, drafter=False))
     assert len(load.run(list("abcdef"), 8, concurrency, ignore)) == 6
     assert engine.most_in_flight == most
