@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from actors.llm import LLM
 from actors.messages import SamplingParams
 from models import hub
-from models.steps import ModelRank, StepInputs, StepResult
+from models.rows import StepInputs
+from models.steps import ModelRank, StepResult
 from tests.integration.demo import demo_args, num_prompts, short_prompts
 from tests.oracle.dflash_reference import ReferenceDrafter, generate, load_drafter
 
@@ -37,9 +38,9 @@ def test_drafts_and_acceptance_equal_the_oracles(
     steps: list[tuple[list[int], list[int]]] = []
     original = ModelRank.step
 
-    def spy(rank: ModelRank, inputs: StepInputs) -> StepResult:
+    def spy(rank: ModelRank, inputs: StepInputs, captured: None) -> StepResult:
         drafts = rank.state.drafts[inputs.decode_slots].tolist()
-        result = original(rank, inputs)
+        result = original(rank, inputs, captured)
         for row in inputs.decode_valid.nonzero().flatten().tolist():
             count = int(result.num_drafts[row])
             emitted = [token for token in result.sampled[row].tolist() if token >= 0]
