@@ -368,20 +368,20 @@ at::Tensor paged_attention(
     const std::optional<at::Tensor>& own_k_any, const std::optional<at::Tensor>& own_v_any) {
   const auto q = q_any.contiguous();
   const auto type = q.scalar_type();
+  check(q, "q", type, 4);
   std::optional<at::Tensor> own_k, own_v;
   TORCH_CHECK(own_k_any.has_value() == own_v_any.has_value(), "own_k without own_v, or own_v alone");
   if (own_k_any) {
     own_k = own_k_any->contiguous();
     own_v = own_v_any->contiguous();
-    TORCH_CHECK(own_k->sizes() == own_v->sizes(), "own_k is ", own_k->sizes(), ", own_v ",
-                own_v->sizes());
-    TORCH_CHECK(own_k->dim() == 4 && own_k->size(0) * own_k->size(1) == q.size(0) &&
-                    own_k->size(2) == q.size(1) && own_k->size(3) == q.size(3),
-                "q is ", q.sizes(), ", own_k ", own_k->sizes());
     check(*own_k, "own_k", type, 4);
     check(*own_v, "own_v", type, 4);
+    TORCH_CHECK(own_k->sizes() == own_v->sizes(), "own_k is ", own_k->sizes(), ", own_v ",
+                own_v->sizes());
+    TORCH_CHECK(own_k->size(0) * own_k->size(1) == q.size(0) && own_k->size(2) == q.size(1) &&
+                    own_k->size(3) == q.size(3),
+                "q is ", q.sizes(), ", own_k ", own_k->sizes());
   }
-  check(q, "q", type, 4);
   check(k_pool, "k_pool", type, 4);
   check(v_pool, "v_pool", type, 4);
   check(block_table, "block_table", at::kInt, 2);

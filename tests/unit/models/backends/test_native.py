@@ -166,7 +166,8 @@ def test_a_handle_frees_the_packed_weight(native: NativeOps) -> None:
     kept.clear()
     for _ in range(6):
         fast.pack(weight)
-    assert process.memory_info().rss - before < 2 * size
+    # The allocator keeps some of what was freed.
+    assert process.memory_info().rss - before < held / 2
 
 
 def library(agrees_at: Callable[[int], bool]) -> Callable[..., Tensor]:
