@@ -13,27 +13,75 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How one request is sampled and when it ends.
+class Guide:
+    """A grammar that the output must match to its end. `source` is a JSON schema, a regular
+    expression or a Lark grammar; for `json_object` it is empty.
+    """
 
-    `temperature` 0 is greedy. `seed` feeds the noise of sampled requests. A token in
-    `stop_token_ids`, or (unless `ignore_eos`) one of the target's end tokens, ends the request.
+    kind: Literal["json_object", "json_schema", "regex", "grammar"]
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request is sampled and when it ends; the names and meanings are vLLM's.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep every token, `min_p` drops those less
+    probable than so much of the most probable one. `seed` and `choice`, the index among the
+    choices of one prompt, feed the noise of sampled requests. Penalties, `logit_bias` (token id
+    and addend), `bad_words` (token sequences that never occur) and `guide` shape the
+    distribution, greedy or not. A token in `stop_token_ids`, or (unless `ignore_eos`) one of the
+    target's end tokens, ends the request, but none of them before `min_tokens`.
+
+    `logprobs` asks for the log-probability of each emitted token and of so many alternatives,
+    before any of the above; `prompt_logprobs` for the same of the prompt. None asks for none.
     """
 
     max_tokens: int
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
+    choice: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateRequest:
-    """One generation. `request_id` is unique among the requests an engine has in flight."""
+    """One generation. `request_id` is unique among the requests an engine has in flight.
+
+    Lower `priority` goes first. Cached prefixes are shared only within one `cache_salt`.
+    `max_draft_tokens` bounds the drafts a step verifies; 0 turns speculation off, None leaves it
+    to the engine.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    max_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the token that stands there, whose `rank` among all is
+    1 for the most probable, and `top` (id and log-probability), the most probable ones."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +117,9 @@ class TokenChunk:
     `first_index` is the index of `token_ids[0]` in the request's output: a receiver that already
     has it (after a replay) drops the overlap, so delivery is exactly once. A token that ended the
     request is the last of `token_ids`. `speculation` covers the request up to this chunk.
+    `logprobs` has one entry per token where the request asks for them. The first chunk brings
+    `prompt_logprobs`, None for the first token of the prompt, and `cached_tokens`, how many tokens
+    of the prompt came from the prefix cache.
     """
 
     request_id: str
@@ -76,6 +127,9 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     speculation: SpeculationStats = SpeculationStats()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
