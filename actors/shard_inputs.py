@@ -76,6 +76,7 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
     (temperatures,) = floats.tensors(torch.float32)
     return StepInputs(
         verify_width=bucket.verify_width,
+        num_drafts=bucket.num_drafts,
         num_tokens=bucket.num_tokens,
         context_pages=bucket.context_pages,
         decode_slots=decode_slots,

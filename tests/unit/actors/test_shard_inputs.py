@@ -55,6 +55,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         prefill_rows=prefill_size,
         prefill_width=width,
         emitting_rows=num_emitting + draw(st.integers(0, 2)),
+        num_drafts=draw(st.integers(0, 9)),
         num_tokens=decode_size * verify_width + prefill_size * width + draw(st.integers(0, 9)),
         context_pages=draw(st.integers(1, 10)),
     )
