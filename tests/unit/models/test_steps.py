@@ -84,7 +84,7 @@ def inputs(
         prefill_tokens=tokens,
         prefill_fresh=ints([row.start == 0 for row in prefill]).bool(),
         emitting=ints([*range(len(decode)), *(num_decode + i for i in last)], fill=-1),
-        propose=ints([row.propose for row in emitting]).bool(),
+        proposed=ints([num_drafts * row.propose for row in emitting]),
         temperatures=torch.zeros(len(emitting) + padding),
         seeds=torch.zeros(len(emitting) + padding, 2, dtype=torch.int32),
     )
