@@ -27,6 +27,8 @@ DType = Literal["float32", "bfloat16"]
 
 _DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 _DEFAULT_KV_CACHE_BYTES = 2 << 30
+# Ten messages a second read as a flow, and cost a machine whose cores are the model's little.
+_STREAM_INTERVAL_S = 0.1
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
@@ -87,6 +89,8 @@ class EngineArgs(_Frozen):
     engine per machine. `step_timeout_s` is how long a shard may take for one step before it counts
     as wedged, `warm_up_timeout_s` the same for a step of warm-up, which compiles.
     `async_scheduling` plans and submits a step before the output of the one before it was read.
+    A served stream gets its tokens every `stream_interval_s`, the first and last at once; 0 sends
+    them with every step.
 
     `backend` cpu compiles, eager (for debugging) does not. `exact` makes what a request gets
     independent, to the bit, of what runs beside it; None is true wherever the backend can.
@@ -118,6 +122,7 @@ class EngineArgs(_Frozen):
     debug_logits_dir: str | None = Field(default=None, min_length=1)
     profile_num_layers: int | None = Field(default=None, ge=1)
     async_scheduling: bool = True
+    stream_interval_s: float | None = Field(default=None, ge=0)
 
 
 class EngineConfig(_Frozen):
@@ -151,6 +156,7 @@ class EngineConfig(_Frozen):
     buckets: Buckets
     debug_logits_dir: Path | None
     async_scheduling: bool
+    stream_interval_s: float
 
     @classmethod
     def resolve(cls, args: Mapping[str, Any]) -> "EngineConfig":
@@ -218,6 +224,9 @@ class EngineConfig(_Frozen):
             else None,
             buckets=_buckets(args, drafter.block_size if drafter else 1, max_model_len),
             async_scheduling=args.async_scheduling,
+            stream_interval_s=_STREAM_INTERVAL_S
+            if args.stream_interval_s is None
+            else args.stream_interval_s,
         )
 
     @property

@@ -97,6 +97,7 @@ def engine_config(
             context_lengths=doublings(4 * block_size, max_model_len),
         ),
         async_scheduling=async_scheduling,
+        stream_interval_s=0.0,
     )
 
 
