@@ -6,7 +6,7 @@ CONFIG ?= serve_config.yaml
 # Serve's settings for token streams, without the two of them that don't suit us: replicas would
 # listen on ports of their own (and take 30 s to stop), and their logs would be hidden.
 SERVE_ENV := RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_ENABLE_DIRECT_INGRESS=0 \
-	RAY_SERVE_LOG_TO_STDERR=1 PYTHONPATH=$(CURDIR)
+	RAY_SERVE_LOG_TO_STDERR=1 RAY_SERVE_CONTROL_LOOP_INTERVAL_S=0.5 PYTHONPATH=$(CURDIR)
 
 .PHONY: serve test check demo install clean
 

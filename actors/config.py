@@ -27,6 +27,8 @@ DType = Literal["float32", "bfloat16"]
 
 _DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 _DEFAULT_KV_CACHE_BYTES = 2 << 30
+# Ten messages a second read as a flow, and cost a machine whose cores are the model's little.
+_STREAM_INTERVAL_S = 0.1
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
@@ -41,11 +43,16 @@ class _Frozen(BaseModel):
 
 
 class SpeculativeConfig(_Frozen):
-    """`method` is `dflash`. `num_speculative_tokens` defaults to the drafter's block_size - 1."""
+    """`method` is `dflash`. `num_speculative_tokens` defaults to the drafter's block_size - 1.
+
+    An `adaptive` engine verifies as many of them per step as its own measurements say is fastest,
+    at high load none; otherwise it always verifies all. Tokens are the same either way.
+    """
 
     method: Literal["dflash"]
     model: str
     num_speculative_tokens: int | None = Field(default=None, ge=1)
+    adaptive: bool = True
 
 
 class BucketArgs(_Frozen):
@@ -82,6 +89,8 @@ class EngineArgs(_Frozen):
     engine per machine. `step_timeout_s` is how long a shard may take for one step before it counts
     as wedged, `warm_up_timeout_s` the same for a step of warm-up, which compiles.
     `async_scheduling` plans and submits a step before the output of the one before it was read.
+    A served stream gets its tokens every `stream_interval_s`, the first and last at once; 0 sends
+    them with every step.
 
     `backend` cpu compiles, eager (for debugging) does not. `exact` makes what a request gets
     independent, to the bit, of what runs beside it; None is true wherever the backend can.
@@ -113,6 +122,7 @@ class EngineArgs(_Frozen):
     debug_logits_dir: str | None = Field(default=None, min_length=1)
     profile_num_layers: int | None = Field(default=None, ge=1)
     async_scheduling: bool = True
+    stream_interval_s: float | None = Field(default=None, ge=0)
 
 
 class EngineConfig(_Frozen):
@@ -127,6 +137,7 @@ class EngineConfig(_Frozen):
     target: TargetConfig
     drafter_path: Path | None
     drafter: DrafterConfig | None
+    adaptive_drafts: bool
     tensor_parallel_size: int
     dtype: DType
     max_model_len: int
@@ -145,6 +156,7 @@ class EngineConfig(_Frozen):
     buckets: Buckets
     debug_logits_dir: Path | None
     async_scheduling: bool
+    stream_interval_s: float
 
     @classmethod
     def resolve(cls, args: Mapping[str, Any]) -> "EngineConfig":
@@ -191,6 +203,7 @@ class EngineConfig(_Frozen):
             target=target,
             drafter_path=drafter_path,
             drafter=drafter,
+            adaptive_drafts=bool(args.speculative_config and args.speculative_config.adaptive),
             tensor_parallel_size=args.tensor_parallel_size,
             dtype=dtype,
             max_model_len=max_model_len,
@@ -211,6 +224,9 @@ class EngineConfig(_Frozen):
             else None,
             buckets=_buckets(args, drafter.block_size if drafter else 1, max_model_len),
             async_scheduling=args.async_scheduling,
+            stream_interval_s=_STREAM_INTERVAL_S
+            if args.stream_interval_s is None
+            else args.stream_interval_s,
         )
 
     @property
@@ -289,26 +305,31 @@ def _exact(args: EngineArgs, backend: str, dtype: DType) -> bool:
 
 def _buckets(args: EngineArgs, verify_width: int, max_model_len: int) -> Buckets:
     wanted = args.buckets
-    most = args.max_num_seqs
+    sequences = _doublings(1, args.max_num_seqs)
+    # The choices of `actors.speculation`: no drafts, a few of them, all.
+    widths = tuple(sorted({1, (verify_width + 2) // 3, verify_width}))
+    lengths = _doublings(4 * args.block_size, max_model_len)
     return Buckets(
-        decode_sequences=_sizes("decode_sequences", wanted.decode_sequences, 1, most),
-        # A row that verifies less is padded: on a CPU that costs little, compiling twice more.
-        verify_widths=_sizes("verify_widths", wanted.verify_widths, verify_width, verify_width),
-        prefill_widths=_sizes("prefill_widths", wanted.prefill_widths, 16, None),
-        context_lengths=_sizes(
-            "context_lengths", wanted.context_lengths, 4 * args.block_size, max_model_len
+        decode_sequences=_sizes(
+            "decode_sequences", wanted.decode_sequences, sequences, args.max_num_seqs
         ),
+        verify_widths=_sizes("verify_widths", wanted.verify_widths, widths, verify_width),
+        prefill_widths=_sizes("prefill_widths", wanted.prefill_widths, (16, 64, 256), None),
+        context_lengths=_sizes("context_lengths", wanted.context_lengths, lengths, max_model_len),
     )
 
 
-def _sizes(field: str, wanted: list[int] | None, first: int, last: int | None) -> tuple[int, ...]:
-    """`wanted`, checked, or doublings from `first` to `last` (None: four-fold steps, open)."""
-    if wanted is None and last is None:
-        return (first, 4 * first, 16 * first)
+def _doublings(first: int, last: int) -> tuple[int, ...]:
+    sizes = [min(first << i, last) for i in range(last.bit_length() + 1)]
+    return tuple(dict.fromkeys(sizes))
+
+
+def _sizes(
+    field: str, wanted: list[int] | None, default: tuple[int, ...], last: int | None
+) -> tuple[int, ...]:
+    """`wanted`, checked, or `default`."""
     if wanted is None:
-        assert last is not None
-        sizes = [min(first << i, last) for i in range(last.bit_length() + 1)]
-        return tuple(dict.fromkeys(sizes))
+        return default
     if not wanted or any(a >= b for a, b in zip([0, *wanted], wanted, strict=False)):
         raise ConfigError(f"buckets.{field} is {wanted}, not ascending sizes of at least 1")
     if last is not None and wanted[-1] != last:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # The router itself mostly waits; its share only has to exist.
 ROUTER_CPUS = 0.1
-_SPIN_COUNT = os.environ.get("GOMP_SPINCOUNT", "20000")
+_SPIN_COUNT = os.environ.get("GOMP_SPINCOUNT", "200000")
 
 
 def bundles(config: EngineConfig) -> list[dict[str, float]]:
@@ -53,9 +53,7 @@ class RayShardGroup:
                 # Spinning long at the end of every parallel region helps only while nobody else
                 # wants the core; proxies, server and router do, and a step then takes ten times
                 # as long (docs/decisions.md).
-                runtime_env={
-                    "env_vars": {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000")}
-                },
+                runtime_env={"env_vars": {"GOMP_SPINCOUNT": _SPIN_COUNT}},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=1 + rank
                 ),

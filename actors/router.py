@@ -10,6 +10,7 @@ import ray
 from ray.util import get_current_placement_group
 
 from actors.config import EngineConfig
+from actors.delivery import Delivery
 from actors.engine import Engine
 from actors.errors import EngineDead, EngineOverloaded
 from actors.messages import GenerateRequest, TokenChunk
@@ -43,6 +44,7 @@ class Router:
         """Returns once every rank is loaded and warm. Raises what a rank raised."""
         self._config = config
         self._streams: dict[str, asyncio.Queue[TokenChunk | EngineDead]] = {}
+        self._delivery = Delivery(config.stream_interval_s)
         self._failure: EngineDead | None = None
         self._group = get_current_placement_group()
         # Where streams are served; known with the first request.
@@ -56,7 +58,7 @@ class Router:
         self._engine, self._shards = ready.result()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """At most one chunk per step, the last with a `finish_reason`.
+        """At most one chunk per step or `stream_interval_s`, the last with a `finish_reason`.
 
         Closing the iterator aborts the request. Raises `RequestRejected` where it could never be
         served, `EngineOverloaded` where `max_requests` are in, `EngineDead` where the engine is
@@ -155,7 +157,8 @@ class Router:
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         assert self._loop is not None, "a request has come through generate()"
-        self._loop.call_soon_threadsafe(self._dispatch, chunks)
+        if due := self._delivery.push(chunks):
+            self._loop.call_soon_threadsafe(self._dispatch, due)
 
     def _dispatch(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:

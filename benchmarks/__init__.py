@@ -4,4 +4,4 @@ import os
 
 # Read when torch is imported, which comes later. Without a bound, threads that wait for each other
 # spin for milliseconds, and any other process on the machine makes a step many times slower.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+os.environ.setdefault("GOMP_SPINCOUNT", "200000")

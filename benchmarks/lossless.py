@@ -128,7 +128,8 @@ def main(
     """Compare speculation on, at --concurrency, with off, one request and one step at a time."""
     rows = load_prompts(file, prompts)
     sampling = SamplingParams(max_tokens=max_tokens)
-    speculative = {"method": "dflash", "model": drafter}
+    # All drafts in every step: an engine that finds them too slow would have little to verify.
+    speculative = {"method": "dflash", "model": drafter, "adaptive": False}
     block_size = load_drafter_config(resolve(drafter)).block_size
     budget = max(
         EngineArgs.model_fields["max_num_batched_tokens"].default, concurrency * block_size

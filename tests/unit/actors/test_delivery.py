@@ -1,0 +1,86 @@
+from actors.delivery import Delivery, joined
+from actors.messages import FinishReason, SpeculationStats, TokenChunk
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def chunk(
+    request_id: str, first_index: int, *token_ids: int, finish: FinishReason | None = None
+) -> TokenChunk:
+    stats = SpeculationStats(verify_steps=first_index + len(token_ids))
+    return TokenChunk(
+        request_id=request_id,
+        first_index=first_index,
+        token_ids=token_ids,
+        finish_reason=finish,
+        speculation=stats,
+    )
+
+
+def test_without_an_interval_every_chunk_passes_at_once() -> None:
+    delivery = Delivery(0)
+    for index in range(3):
+        chunks = [chunk("a", index, 5), chunk("b", index, 6)]
+        assert delivery.push(chunks) == chunks
+
+
+def test_the_first_chunk_passes_and_the_next_ones_are_gathered() -> None:
+    clock = Clock()
+    delivery = Delivery(0.1, clock)
+    assert delivery.push([chunk("a", 0, 5)]) == [chunk("a", 0, 5)]
+    for index in range(1, 4):
+        clock.now += 0.03
+        assert delivery.push([chunk("a", index, 5 + index)]) == []
+    clock.now += 0.03
+    assert delivery.push([chunk("a", 4, 9, 10)]) == [chunk("a", 1, 6, 7, 8, 9, 10)]
+    clock.now += 0.09
+    assert delivery.push([chunk("a", 6, 11)]) == []
+
+
+def test_the_last_chunk_does_not_wait() -> None:
+    delivery = Delivery(0.1, Clock())
+    delivery.push([chunk("a", 0, 5)])
+    delivery.push([chunk("a", 1, 6)])
+    assert delivery.push([chunk("a", 2, 7, finish="stop")]) == [chunk("a", 1, 6, 7, finish="stop")]
+    assert not delivery._streams
+
+
+def test_a_request_of_one_chunk_passes_once() -> None:
+    delivery = Delivery(0.1, Clock())
+    only = chunk("a", 0, 5, finish="length")
+    assert delivery.push([only]) == [only]
+    assert delivery.push([]) == []
+
+
+def test_streams_wait_apart() -> None:
+    clock = Clock()
+    delivery = Delivery(0.1, clock)
+    delivery.push([chunk("a", 0, 5)])
+    clock.now = 0.06
+    assert delivery.push([chunk("a", 1, 6), chunk("b", 0, 7)]) == [chunk("b", 0, 7)]
+    clock.now = 0.11
+    assert delivery.push([chunk("b", 1, 8)]) == [chunk("a", 1, 6)], (
+        "a's time has come without a step"
+    )
+
+
+def test_a_stream_that_was_cut_is_forgotten() -> None:
+    clock = Clock()
+    delivery = Delivery(0.1, clock)
+    delivery.push([chunk("a", 0, 5)])
+    delivery.push([chunk("a", 1, 6)])
+    clock.now = 0.2
+    assert delivery.push([]) == [chunk("a", 1, 6)]
+    clock.now = 2
+    assert delivery.push([]) == []
+    assert not delivery._streams
+
+
+def test_joined_chunks_are_one_that_ends_like_the_second() -> None:
+    found = joined(chunk("a", 3, 5, 6), chunk("a", 5, 7, finish="length"))
+    assert found == chunk("a", 3, 5, 6, 7, finish="length")
