@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -71,6 +71,7 @@ class Histories:
 # -------------------------------------------------------------------------------------- penalties
 
 
+@settings(deadline=None)
 @given(seed=seeds, rows=st.integers(1, 4), vocab_size=st.integers(1, 7))
 def test_penalties_equal_a_loop(seed: int, rows: int, vocab_size: int) -> None:
     rng = random.Random(seed)
@@ -125,6 +126,7 @@ def test_penalties_that_ask_for_nothing_change_nothing() -> None:
 # ------------------------------------------------------------------------------------------ edits
 
 
+@settings(deadline=None)
 @given(seed=seeds, rows=st.integers(1, 4), vocab_size=st.integers(1, 7), edits=st.integers(0, 6))
 def test_edits_equal_a_loop(seed: int, rows: int, vocab_size: int, edits: int) -> None:
     rng = random.Random(seed)
@@ -161,6 +163,7 @@ def is_bad(word: Sequence[int], output: Sequence[int]) -> bool:
     return len(output) >= len(prefix) and list(output[len(output) - len(prefix) :]) == prefix
 
 
+@settings(deadline=None)
 @given(seed=seeds, rows=st.integers(1, 4), vocab_size=st.integers(1, 3))
 def test_bad_words_equal_a_loop(seed: int, rows: int, vocab_size: int) -> None:
     rng = random.Random(seed)
@@ -213,6 +216,7 @@ def test_a_word_is_bad_where_the_output_ends_with_the_rest_of_it(
 # ---------------------------------------------------------------------------------------- grammar
 
 
+@settings(deadline=None)
 @given(seed=seeds, rows=st.integers(1, 4), vocab_size=st.sampled_from([1, 31, 32, 33, 64, 70]))
 def test_a_grammar_leaves_the_tokens_of_its_bits(seed: int, rows: int, vocab_size: int) -> None:
     rng = random.Random(seed)
