@@ -136,7 +136,7 @@ inline Floats gumbel(const NoiseKey& key, Words ids) {
 constexpr float kUnits = 0x1p25f;
 constexpr int32_t kLimb = 1 << 13;
 // A token of one unit or more is less than 18 below the best.
-constexpr int64_t kBucketsPerNat = 64, kBuckets = 18 * kBucketsPerNat;
+constexpr int32_t kBucketsPerNat = 64, kBuckets = 18 * kBucketsPerNat;
 
 struct Sampling {
   float temperature, top_p, min_p;
@@ -191,23 +191,29 @@ class Row {
         static_cast<float>(total / kLimb) * kLimb + static_cast<float>(total % kLimb);
     const int64_t share = static_cast<int64_t>(std::ceil(std::max(top_p * rounded, 1.0f)));
 
+    // Without branches: which tokens have a mass is as good as random.
+    tokens_.resize(size_);
+    int64_t count = 0;
+    for (int64_t i = 0; i < size_; ++i) {
+      tokens_[count] = static_cast<int32_t>(i);
+      count += masses_[i] > 0;
+    }
     buckets_.assign(kBuckets, 0);
-    for (int64_t i = 0; i < size_; ++i)
-      if (masses_[i] > 0) buckets_[bucket(i)] += masses_[i];
-    int64_t before = 0, crossed = 0;
+    for (int64_t i = 0; i < count; ++i) buckets_[bucket(tokens_[i])] += masses_[tokens_[i]];
+    int64_t before = 0;
+    int32_t crossed = 0;
     while (crossed < kBuckets && before + buckets_[crossed] < share) before += buckets_[crossed++];
     if (crossed == kBuckets) return cut;
 
-    tokens_.clear();
-    for (int64_t i = 0; i < size_; ++i)
-      if (masses_[i] > 0 && bucket(i) == crossed) tokens_.push_back(i);
-    std::sort(tokens_.begin(), tokens_.end(),
-              [&](int64_t a, int64_t b) { return distances_[a] < distances_[b]; });
+    const auto end = std::remove_if(tokens_.begin(), tokens_.begin() + count,
+                                    [&](int32_t token) { return bucket(token) != crossed; });
+    std::sort(tokens_.begin(), end,
+              [&](int32_t a, int32_t b) { return distances_[a] < distances_[b]; });
     float last = distances_[tokens_.front()];
-    for (const int64_t token : tokens_) {
-      if (distances_[token] != last && before >= share) break;
-      last = distances_[token];
-      before += masses_[token];
+    for (auto token = tokens_.begin(); token != end; ++token) {
+      if (distances_[*token] != last && before >= share) break;
+      last = distances_[*token];
+      before += masses_[*token];
     }
     return last;
   }
@@ -228,8 +234,8 @@ class Row {
     return total;
   }
 
-  int64_t bucket(int64_t token) const {
-    return static_cast<int64_t>(distances_[token] * kBucketsPerNat);
+  int32_t bucket(int32_t token) const {
+    return static_cast<int32_t>(distances_[token] * kBucketsPerNat);
   }
 
   // The lowest id of the largest noisy score; where the most noise could not win, none is made.
@@ -256,8 +262,8 @@ class Row {
 
   int64_t size_;
   std::vector<float> distances_, order_;  // distances in whole vectors, the rest infinite
-  std::vector<int32_t> masses_;
-  std::vector<int64_t> buckets_, tokens_;
+  std::vector<int32_t> masses_, tokens_;
+  std::vector<int64_t> buckets_;
 };
 
 at::Tensor checked(const at::Tensor& tensor, const char* name, at::ScalarType type,

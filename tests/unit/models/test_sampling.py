@@ -289,3 +289,21 @@ def test_log_probabilities_of_a_row_are_the_same_in_any_company() -> None:
         (found,) = run_heads(logits, 1, lambda local, head, some=some: work(local, head, some))  # type: ignore[misc]
         for one, other in zip(found, together, strict=True):
             assert torch.equal(one, other[some])
+
+
+def test_draws_and_log_probabilities_are_one_graph_each() -> None:
+    logits = torch.randn(4, 33, generator=torch.Generator().manual_seed(0))
+    rows, ids = random_rows(random.Random(0), 4), ints([0, 1, 2, 32])
+
+    def work(local: Tensor, head: LMHead) -> tuple[tuple[Tensor, ...], ...]:
+        drawn, told = (
+            torch.compile(f, fullgraph=True, backend="eager") for f in (sample, log_probs)
+        )
+        return (
+            (drawn(local, rows, head), *told(local, ids, head, 3)),
+            (sample(local, rows, head), *log_probs(local, ids, head, 3)),
+        )
+
+    ((compiled, plain),) = run_heads(logits, 1, work)
+    for one, other in zip(compiled, plain, strict=True):
+        assert torch.equal(one, other)
