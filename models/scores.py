@@ -37,8 +37,7 @@ def choice_scores(
     sampled = rows.temperature.unsqueeze(1) > 0
     temperature = torch.where(sampled, rows.temperature.unsqueeze(1), 1)
     best = tp.all_gather(logits.amax(1).unsqueeze(0), dim=0).amax(0).unsqueeze(1)
-    # The bound keeps a row without any token, which nothing can be made of, free of NaN.
-    distances = (best.clamp(min=torch.finfo(torch.float32).min) - logits) / temperature
+    distances = (best - logits) / temperature
     stays = kept(distances, rows.top_k, rows.top_p, rows.min_p, tp)
     ids = start + torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     noise = gumbel(rows.seeds, rows.positions, ids)

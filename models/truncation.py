@@ -61,7 +61,7 @@ def kept(
         return high + low // _LIMB, low % _LIMB
 
     high, low = mass_before(torch.full_like(order[:, :1], torch.iinfo(torch.int32).max))
-    share = (top_p * (high.float() * _LIMB + low.float())).clamp(min=1).ceil()
+    share = (top_p * (high.float() * _LIMB + low.float())).ceil()
     # The two digits of a float's 24 bits, exact.
     share_high = (share / _LIMB).floor()
     share_low = share - share_high * _LIMB

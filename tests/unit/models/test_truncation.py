@@ -94,6 +94,28 @@ def test_cuts_by_hand(top_k: int, top_p: float, min_p: float, expected: str) -> 
     assert ["".join("01"[bit] for bit in row) for row in found] == [expected]
 
 
+def test_cuts_of_many_tokens_equal_loops() -> None:
+    """Masses whose lower digits carry."""
+    generator = torch.Generator().manual_seed(0)
+    for low in (0.0, 4.0, 9.0):
+        distances = low + torch.rand(3, 400, generator=generator)
+        distances[:, 17] = 0.0
+        expected = [kept_tokens(row, 0, float(floats([0.7])), 0.0) for row in distances.tolist()]
+        assert keep(distances, [0] * 3, [0.7] * 3, [0.0] * 3) == expected
+
+
+def test_a_token_whose_predecessors_hold_exactly_top_p_goes() -> None:
+    distances = floats([[0.0, 1e-9, 2e-9, 3e-9]])
+    for top_p, expected in ((0.25, 1), (0.5, 2), (0.75, 3), (0.750001, 4)):
+        assert sum(keep(distances, [0], [top_p], [0.0])[0]) == expected
+
+
+def test_a_row_without_any_token_keeps_none() -> None:
+    """Its distances are those of -inf from -inf."""
+    for how in ([0], [1.0], [0.0]), ([2], [0.5], [0.1]):
+        assert keep(torch.full((1, 5), math.nan), *how) == [[False] * 5]
+
+
 def test_equals_at_a_cut_all_stay() -> None:
     assert keep(torch.zeros(1, 7), [3], [0.2], [1.0]) == [[True] * 7]
 

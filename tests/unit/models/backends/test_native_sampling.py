@@ -113,6 +113,14 @@ def test_strided_arguments_are_read_as_they_are(native: NativeOps) -> None:
     assert torch.equal(found, native.sample(logits, rows))
 
 
+def test_equal_shares_are_cut_as_torch_cuts_them(native: NativeOps) -> None:
+    logits = torch.tensor([[0.0, -1e-9, -2e-9, -3e-9]]).expand(2000, 4)
+    rows = sampling_rows(2000)._replace(seeds=random_seeds(2000))
+    for top_p, expected in ((0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (0.750001, 4)):
+        found = native.sample(logits, rows._replace(top_p=torch.full((2000,), top_p)))
+        assert found.unique().tolist() == list(range(expected))
+
+
 def test_one_rank_draws_with_the_kernel(native: NativeOps) -> None:
     logits, rows = normal(20, 30), random_rows(20, 6)
     head = LMHead(torch.zeros(30, 1), 30, TensorParallel(), native)
