@@ -91,6 +91,6 @@ def _add_at(columns: Tensor, ids: Tensor, addends: Tensor, head: LMHead) -> Tens
     """`columns [rows, local vocabulary]` with `addends [rows, n]` added at `ids [rows, n]`, except
     for ids that are -1 or another rank's."""
     local = ids - head.start
-    mine = (ids >= 0) & (local >= 0) & (local < columns.shape[1])
+    mine = (local >= 0) & (local < columns.shape[1])
     places = torch.where(mine, local, 0).long()
     return columns.scatter_add(1, places, torch.where(mine, addends, 0))

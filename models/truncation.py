@@ -62,9 +62,9 @@ def kept(
 
     high, low = mass_before(torch.full_like(order[:, :1], torch.iinfo(torch.int32).max))
     share = (top_p * (high.float() * _LIMB + low.float())).ceil()
-    # The two digits of a float's 24 bits, exact.
-    share_high = (share / _LIMB).floor()
-    share_low = share - share_high * _LIMB
+    # A float's 24 bits in two digits. Integers from here on: sums have more bits than that.
+    upper = (share / _LIMB).floor()
+    share_high, share_low = upper.int(), (share - upper * _LIMB).int()
 
     def light_before(bound: Tensor) -> Tensor:
         high, low = mass_before(bound)

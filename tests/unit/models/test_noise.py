@@ -157,6 +157,12 @@ def test_the_small_numbers_are_exact() -> None:
     assert found == pytest.approx(-math.log(4.5 / 2**32), rel=1e-6)
 
 
+def test_the_largest_numbers_are_not_rounded_to_1() -> None:
+    seeds, position, rare = torch.zeros(1, 2, dtype=torch.int32), ints([0]), 31559096
+    assert noise_bits(0, 0, 0, rare) == 2**32 - 65
+    assert uniform(seeds, position, ints([rare])).tolist() == [[1 - 2**-24]]
+
+
 def test_noise_has_the_mean_and_the_variance_of_the_gumbel_distribution() -> None:
     values = gumbel(random_seeds(64), ints([0] * 64), ints(list(range(1 << 14)))).double()
     assert float(values.mean()) == pytest.approx(0.5772156649, abs=4 * 1.2825 / 1024)
