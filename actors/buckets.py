@@ -61,6 +61,29 @@ class BucketLadder:
                 cover.setdefault(("decode", bucket.decode_rows, bucket.verify_width), bucket)
         return list(dict.fromkeys(cover.values()))
 
+    def decode_steps(self) -> Iterator[tuple[int, int, Bucket]]:
+        """Steps of decode rows alone, each behind its padded number of rows and the number of
+        drafts they verify and propose: one for every choice there is."""
+        for rows in self.decode_rows:
+            for num_drafts in sorted({0, *(width - 1 for width in self.verify_widths)}):
+                yield (
+                    rows,
+                    num_drafts,
+                    self.bucket(
+                        num_decode=rows,
+                        num_verified=num_drafts,
+                        num_drafts=num_drafts,
+                        num_prefill_rows=0,
+                        prefill_width=0,
+                        num_emitting=rows,
+                        context_pages=1,
+                    ),
+                )
+
+    def decode_size(self, num_rows: int) -> int:
+        """What so many rows that decode are padded to."""
+        return _fit(self.decode_rows, num_rows)
+
     def prefill_width(self, chunks: list[int]) -> int:
         """The width that pads these chunk lengths least; of equals the widest, for fewer rows."""
         return min(
@@ -72,16 +95,17 @@ class BucketLadder:
         self,
         *,
         num_decode: int,
+        num_verified: int,
         num_drafts: int,
         num_prefill_rows: int,
         prefill_width: int,
         num_emitting: int,
         context_pages: int,
     ) -> Bucket:
-        """The smallest bucket that holds so many rows, of at most `num_drafts` drafts each, and
-        pages."""
+        """The smallest bucket that holds so many rows and pages; decode rows verify at most
+        `num_verified` drafts, and `num_drafts` are proposed."""
         decode_rows = _fit(self.decode_rows, num_decode) if num_decode else 0
-        verify_width = _fit(self.verify_widths, num_drafts + 1)
+        verify_width = _fit(self.verify_widths, num_verified + 1)
         prefill_rows = _fit(self.prefill_rows, num_prefill_rows) if num_prefill_rows else 0
         prefill_width = prefill_width if num_prefill_rows else 0
         return Bucket(
@@ -90,6 +114,7 @@ class BucketLadder:
             prefill_rows=prefill_rows,
             prefill_width=prefill_width,
             emitting_rows=_fit(self.decode_rows, num_emitting) if num_emitting else 0,
+            num_drafts=num_drafts if num_emitting else 0,
             num_tokens=_fit(
                 self.num_tokens, decode_rows * verify_width + prefill_rows * prefill_width
             ),
@@ -105,7 +130,8 @@ class BucketLadder:
         for decode, verify, prefill, width in shapes:
             yield self.bucket(
                 num_decode=decode,
-                num_drafts=verify - 1,
+                num_verified=verify - 1,
+                num_drafts=widest - 1,
                 num_prefill_rows=prefill,
                 prefill_width=width,
                 num_emitting=decode,

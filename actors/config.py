@@ -41,11 +41,16 @@ class _Frozen(BaseModel):
 
 
 class SpeculativeConfig(_Frozen):
-    """`method` is `dflash`. `num_speculative_tokens` defaults to the drafter's block_size - 1."""
+    """`method` is `dflash`. `num_speculative_tokens` defaults to the drafter's block_size - 1.
+
+    An `adaptive` engine verifies as many of them per step as its own measurements say is fastest,
+    at high load none; otherwise it always verifies all. Tokens are the same either way.
+    """
 
     method: Literal["dflash"]
     model: str
     num_speculative_tokens: int | None = Field(default=None, ge=1)
+    adaptive: bool = True
 
 
 class BucketArgs(_Frozen):
@@ -127,6 +132,7 @@ class EngineConfig(_Frozen):
     target: TargetConfig
     drafter_path: Path | None
     drafter: DrafterConfig | None
+    adaptive_drafts: bool
     tensor_parallel_size: int
     dtype: DType
     max_model_len: int
@@ -191,6 +197,7 @@ class EngineConfig(_Frozen):
             target=target,
             drafter_path=drafter_path,
             drafter=drafter,
+            adaptive_drafts=bool(args.speculative_config and args.speculative_config.adaptive),
             tensor_parallel_size=args.tensor_parallel_size,
             dtype=dtype,
             max_model_len=max_model_len,
@@ -289,26 +296,31 @@ def _exact(args: EngineArgs, backend: str, dtype: DType) -> bool:
 
 def _buckets(args: EngineArgs, verify_width: int, max_model_len: int) -> Buckets:
     wanted = args.buckets
-    most = args.max_num_seqs
+    sequences = _doublings(1, args.max_num_seqs)
+    # The choices of `actors.speculation`: no drafts, a few of them, all.
+    widths = tuple(sorted({1, (verify_width + 2) // 3, verify_width}))
+    lengths = _doublings(4 * args.block_size, max_model_len)
     return Buckets(
-        decode_sequences=_sizes("decode_sequences", wanted.decode_sequences, 1, most),
-        # A row that verifies less is padded: on a CPU that costs little, compiling twice more.
-        verify_widths=_sizes("verify_widths", wanted.verify_widths, verify_width, verify_width),
-        prefill_widths=_sizes("prefill_widths", wanted.prefill_widths, 16, None),
-        context_lengths=_sizes(
-            "context_lengths", wanted.context_lengths, 4 * args.block_size, max_model_len
+        decode_sequences=_sizes(
+            "decode_sequences", wanted.decode_sequences, sequences, args.max_num_seqs
         ),
+        verify_widths=_sizes("verify_widths", wanted.verify_widths, widths, verify_width),
+        prefill_widths=_sizes("prefill_widths", wanted.prefill_widths, (16, 64, 256), None),
+        context_lengths=_sizes("context_lengths", wanted.context_lengths, lengths, max_model_len),
     )
 
 
-def _sizes(field: str, wanted: list[int] | None, first: int, last: int | None) -> tuple[int, ...]:
-    """`wanted`, checked, or doublings from `first` to `last` (None: four-fold steps, open)."""
-    if wanted is None and last is None:
-        return (first, 4 * first, 16 * first)
+def _doublings(first: int, last: int) -> tuple[int, ...]:
+    sizes = [min(first << i, last) for i in range(last.bit_length() + 1)]
+    return tuple(dict.fromkeys(sizes))
+
+
+def _sizes(
+    field: str, wanted: list[int] | None, default: tuple[int, ...], last: int | None
+) -> tuple[int, ...]:
+    """`wanted`, checked, or `default`."""
     if wanted is None:
-        assert last is not None
-        sizes = [min(first << i, last) for i in range(last.bit_length() + 1)]
-        return tuple(dict.fromkeys(sizes))
+        return default
     if not wanted or any(a >= b for a, b in zip([0, *wanted], wanted, strict=False)):
         raise ConfigError(f"buckets.{field} is {wanted}, not ascending sizes of at least 1")
     if last is not None and wanted[-1] != last:

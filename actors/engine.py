@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +11,22 @@ from typing import Protocol
 from actors.config import EngineConfig
 from actors.errors import EngineDead
 from actors.limits import check_request
-from actors.messages import GenerateRequest, StepOutput, StepPlan, TokenChunk, decode_output, encode
+from actors.messages import (
+    Bucket,
+    GenerateRequest,
+    StepOutput,
+    StepPlan,
+    TokenChunk,
+    decode_output,
+    encode,
+)
 from actors.scheduler import LeaveOut, Scheduler
 from actors.trace import Trace
 
 logger = logging.getLogger(__name__)
+
+# Of a step whose time is wanted: the fastest is the one that nothing held up.
+_TIMED_RUNS = 3
 
 
 class ShardGroup(Protocol):
@@ -60,6 +72,7 @@ class Engine:
         self._inbox: deque[GenerateRequest | str] = deque()
         self._wake = threading.Condition()
         self._stopped = False
+        self._busy_since = 0.0
 
     def add(self, message: GenerateRequest) -> None:
         """Queue a request. Raises `RequestRejected` where it could never be served."""
@@ -86,13 +99,12 @@ class Engine:
         """
         buckets = self.scheduler.ladder.warm_up()
         for done, bucket in enumerate(buckets, start=1):
-            plan = StepPlan(step=0, bucket=bucket)
-            with self._fatal(plan):
-                self._exchange(plan)
-                self._exchange(StepPlan(step=plan.step))
+            self._run_padding(bucket)
             if on_progress is not None:
                 on_progress(done, len(buckets))
         self._shards.seal()
+        if self.config.adaptive_drafts:
+            self._time_steps()
 
     def stop(self) -> None:
         """Make `run` return after the step it is in."""
@@ -145,6 +157,20 @@ class Engine:
         with self._fatal(drain):
             self._exchange(drain)
 
+    def _time_steps(self) -> None:
+        """Measure, on padding, what each choice of `actors.speculation` costs."""
+        for decode_rows, num_drafts, bucket in self.scheduler.ladder.decode_steps():
+            seconds = min(self._run_padding(bucket) for _ in range(_TIMED_RUNS))
+            self.scheduler.speculation.observe_time(decode_rows, num_drafts, seconds)
+
+    def _run_padding(self, bucket: Bucket) -> float:
+        """How many seconds a step without requests takes, from its submission to its output."""
+        plan, start = StepPlan(step=0, bucket=bucket), time.perf_counter()
+        with self._fatal(plan):
+            self._exchange(plan)
+            self._exchange(StepPlan(step=plan.step))
+        return time.perf_counter() - start
+
     def _schedule(self) -> StepPlan:
         if self._trace is None:
             return self.scheduler.schedule()
@@ -157,12 +183,20 @@ class Engine:
     def _run(self, plan: StepPlan) -> None:
         """Submit `plan`; take in and deliver what the step before it emitted, if there is one."""
         num_before = self.scheduler.num_unread - (plan.bucket is not None)
+        if num_before == 0:
+            self._busy_since = time.perf_counter()
         with self._fatal(plan):
             output = self._exchange(plan)
             assert (output is not None) == (num_before > 0), "a step was lost in the pipeline"
-            chunks = self.scheduler.update(output) if output is not None else None
+            chunks = None if output is None else self.scheduler.update(output, self._lap_s())
         if chunks is not None:
             self._deliver(chunks)
+
+    def _lap_s(self) -> float:
+        """Seconds since the output before was read, or since a step was submitted to an idle
+        device."""
+        since, self._busy_since = self._busy_since, time.perf_counter()
+        return self._busy_since - since
 
     def _exchange(self, plan: StepPlan) -> StepOutput | None:
         """Submit `plan`, empty or not; the output of the step before it."""

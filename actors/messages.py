@@ -138,7 +138,8 @@ class Bucket:
 
     A step's token rows are a decode grid `[decode_rows, verify_width]` followed by a prefill grid
     `[prefill_rows, prefill_width]` and padding up to `num_tokens`. At most `emitting_rows` rows
-    emit tokens. Every row may attend to `context_pages` KV pages.
+    emit tokens, and `num_drafts` drafts are proposed behind each; 0 leaves the drafter out. Every
+    row may attend to `context_pages` KV pages.
     """
 
     decode_rows: int
@@ -146,6 +147,7 @@ class Bucket:
     prefill_rows: int
     prefill_width: int
     emitting_rows: int
+    num_drafts: int
     num_tokens: int
     context_pages: int
 

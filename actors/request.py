@@ -11,8 +11,8 @@ class Request:
     to `num_ahead` more: exactly as many, if every draft in them is accepted.
 
     The first `prefill_len` tokens are fed as prefill rows; what comes after is known to the device
-    already. `slot` and `pages` are held while the request runs, and by one that has ended until
-    nothing of it is ahead.
+    already. The last planned row proposes `num_proposed` drafts. `slot` and `pages` are held while
+    the request runs, and by one that has ended until nothing of it is ahead.
     """
 
     message: GenerateRequest
@@ -21,6 +21,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_ahead: int = 0
+    num_proposed: int = 0
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None

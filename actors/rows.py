@@ -14,7 +14,7 @@ def decode_row(request: Request, max_drafts: int) -> DecodeRow:
         slot=request.held_slot,
         position=request.next_position,
         # The last token a request may emit is never fed, nor are drafts that could not be emitted.
-        num_drafts=min(max_drafts, request.num_left_ahead - 1),
+        num_drafts=min(max_drafts, request.num_proposed, request.num_left_ahead - 1),
         propose=_is_proposing(max_drafts, most_left),
         prev_in_flight=in_flight,
         temperature=sampling.temperature,

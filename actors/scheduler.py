@@ -22,6 +22,7 @@ from actors.messages import (
 from actors.page_pool import PagePool
 from actors.request import Request
 from actors.rows import decode_row, prefill_rows
+from actors.speculation import Speculation
 from actors.stats import EngineStats
 
 # Given the ids of the requests that a step would compute, the one to leave out of it, if any.
@@ -42,6 +43,9 @@ class Scheduler:
         self.stats = EngineStats()
         self.pool = PagePool(config.num_kv_pages)
         self.ladder = BucketLadder.for_config(config)
+        self.speculation = Speculation(
+            config.num_drafts, self.ladder.verify_widths, adaptive=config.adaptive_drafts
+        )
         self._leave_out = leave_out
         self._free_slots = list(range(config.num_slots - 1, -1, -1))
         self._requests: dict[str, Request] = {}  # that have not ended
@@ -103,27 +107,32 @@ class Scheduler:
         if not decode and not chunks:
             assert self._unread or not self._requests, "work left, but nothing can be planned"
             return StepPlan(step=self._step)
-        max_drafts = self.config.num_drafts
+        max_drafts = self._max_drafts(decode, chunks)
         width = self.ladder.prefill_width([count for _, count in chunks]) if chunks else 0
+        rows = [decode_row(request, max_drafts) for request in decode]
         prefill = [
             row
             for request, count in chunks
             for row in prefill_rows(request, count, width, max_drafts)
         ]
         self._step += 1
-        plan = self._plan([decode_row(request, max_drafts) for request in decode], prefill, width)
+        plan = self._plan(rows, prefill, width, max_drafts)
         for row in plan.rows:
-            self._running[row.slot].num_ahead += row.num_tokens
+            request = self._running[row.slot]
+            request.num_ahead += row.num_tokens
+            request.num_proposed = max_drafts if row.propose else 0
         self._unread.append(plan)
         return plan
 
-    def update(self, output: StepOutput) -> list[TokenChunk]:
+    def update(self, output: StepOutput, seconds: float) -> list[TokenChunk]:
         """Advance by what survived the oldest unread step.
 
-        Returns one chunk per request that emitted and had not ended before.
+        `seconds` is how long the device was at it. Returns one chunk per request that emitted and
+        had not ended before.
         """
         plan = self._unread.popleft()
         assert output.step == plan.step
+        self._observe_time(plan, seconds)
         self.stats.late_compiles = output.late_compiles
         for row in plan.rows:
             self._running[row.slot].num_ahead -= row.num_tokens
@@ -178,6 +187,14 @@ class Scheduler:
             [(request, count) for request, count in chunks if request is not left_out],
         )
 
+    def _max_drafts(self, decode: list[Request], chunks: list[tuple[Request, int]]) -> int:
+        """How many drafts the next step verifies and proposes per row."""
+        num_emitting = len(decode)
+        num_emitting += sum(r.next_position + count == r.prefill_len for r, count in chunks)
+        if num_emitting == 0:
+            return 0
+        return self.speculation.choose(self.ladder.decode_size(num_emitting))
+
     def _left_out(self, chosen: list[Request]) -> Request | None:
         if self._leave_out is None or not chosen:
             return None
@@ -187,7 +204,9 @@ class Scheduler:
             return None
         return self._requests[request_id]
 
-    def _plan(self, decode: list[DecodeRow], prefill: list[PrefillRow], width: int) -> StepPlan:
+    def _plan(
+        self, decode: list[DecodeRow], prefill: list[PrefillRow], width: int, max_drafts: int
+    ) -> StepPlan:
         """The rows in their bucket; a request's pages come with its first row."""
         ends = [row.position + row.num_tokens for row in decode]
         ends += [row.start + row.num_tokens for row in prefill]
@@ -196,7 +215,8 @@ class Scheduler:
             step=self._step,
             bucket=self.ladder.bucket(
                 num_decode=len(decode),
-                num_drafts=max((row.num_drafts for row in decode), default=0),
+                num_verified=max((row.num_drafts for row in decode), default=0),
+                num_drafts=max_drafts,
                 num_prefill_rows=len(prefill),
                 prefill_width=width,
                 num_emitting=len(decode) + sum(row.last for row in prefill),
@@ -227,6 +247,7 @@ class Scheduler:
             request.draft_tokens += num_drafts
             request.verified_output += len(kept)
             self.stats.count_verify(num_drafts, len(kept))
+            self.speculation.observe_accepted(num_drafts, len(sampled) - 1)
         if request.finish_reason is not None:
             self._end(request)
         return TokenChunk(
@@ -243,6 +264,14 @@ class Scheduler:
         if self.config.drafter is not None:
             full = request.num_computed // self.config.block_size
             self.pool.mark_drafter_valid(request.pages[:full])
+
+    def _observe_time(self, plan: StepPlan, seconds: float) -> None:
+        """Count the time of a step that verified as many drafts as it proposed, and no more."""
+        bucket = plan.bucket
+        assert bucket is not None
+        verified = max((row.num_drafts for row in plan.decode), default=0)
+        if not plan.prefill and verified == bucket.num_drafts:
+            self.speculation.observe_time(bucket.decode_rows, verified, seconds)
 
     def _end(self, request: Request) -> None:
         """Count a request that has ended; `_free_ended` takes back what it holds."""

@@ -44,6 +44,7 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
     ints.add((row.start for row in prefill), num_prefill)
     ints.add((len(row.token_ids) for row in prefill), num_prefill)
     ints.add((*range(len(decode)), *(num_decode + i for i in last)), num_emitting, fill=-1)
+    ints.add((bucket.num_drafts * row.propose for row in rows), num_emitting)
     # 64-bit seeds as halves, since devices have no 64-bit integers.
     ints.add(
         (half for row in rows for half in _HALVES.unpack(_SEED.pack(row.seed))), 2 * num_emitting
@@ -57,7 +58,6 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
     flags.add((row.prev_in_flight for row in decode), num_decode)
     flags.add((True for _ in decode), num_decode)
     flags.add((row.fresh for row in prefill), num_prefill)
-    flags.add((row.propose for row in rows), num_emitting)
     floats = _Columns(array("f"))
     floats.add((row.temperature for row in rows), num_emitting)
 
@@ -69,13 +69,15 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
         prefill_starts,
         prefill_counts,
         emitting,
+        proposed,
         seeds,
         prefill_tokens,
     ) = ints.tensors(torch.int32)
-    decode_in_flight, decode_valid, prefill_fresh, propose = flags.tensors(torch.bool)
+    decode_in_flight, decode_valid, prefill_fresh = flags.tensors(torch.bool)
     (temperatures,) = floats.tensors(torch.float32)
     return StepInputs(
         verify_width=bucket.verify_width,
+        num_drafts=bucket.num_drafts,
         num_tokens=bucket.num_tokens,
         context_pages=bucket.context_pages,
         decode_slots=decode_slots,
@@ -89,7 +91,7 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
         prefill_tokens=prefill_tokens.view(num_prefill, width),
         prefill_fresh=prefill_fresh,
         emitting=emitting,
-        propose=propose,
+        proposed=proposed,
         temperatures=temperatures,
         seeds=seeds.view(num_emitting, 2),
     )

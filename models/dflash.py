@@ -138,14 +138,14 @@ class DFlashDrafter(nn.Module):
             hidden = _block_layer(layer, hidden, cos, sin, layer_kv, context)
         return rms_norm(hidden, self.norm, self.eps)
 
-    def draft_logits(self, hidden: Tensor) -> Tensor:
-        """This rank's logits `[rows, K, local vocabulary]` of `block_hidden`'s states; the bonus
-        token's place has none."""
-        masks = hidden[:, 1:]
+    def draft_logits(self, hidden: Tensor, num_drafts: int) -> Tensor:
+        """This rank's logits `[rows, num_drafts, local vocabulary]` of the first drafts in
+        `block_hidden`'s states; the bonus token's place has none."""
+        masks = hidden[:, 1 : 1 + num_drafts]
         return self.lm_head(masks.flatten(0, 1)).unflatten(0, masks.shape[:2])
 
     def draft_tokens(self, logits: Tensor) -> Tensor:
-        """Greedy drafts `[rows, K] int32`, target ids, from `draft_logits`."""
+        """Greedy drafts `[rows, num_drafts] int32`, target ids, from `draft_logits`."""
         ids = greedy(logits.flatten(0, 1), self.lm_head)
         if self.draft_to_target is not None:
             ids = self.draft_to_target[ids]

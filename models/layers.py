@@ -129,9 +129,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`, summed over ranks."""
-        gate_up = self.ops.linear(x, self.gate_up_weight, self.gate_up_bias)
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = self.tp.all_reduce(self.ops.linear(F.silu(gate) * up, self.down_weight))
+        out = self.tp.all_reduce(
+            self.ops.gated_mlp(x, self.gate_up_weight, self.gate_up_bias, self.down_weight)
+        )
         return out if self.down_bias is None else out + self.down_bias
 
     def pack(self) -> None:

@@ -39,6 +39,10 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
+    def gated_mlp(
+        self, x: Tensor, gate_up: Tensor, bias: Tensor | None, down: Tensor
+    ) -> Tensor: ...
+
     def argmax(self, values: Tensor) -> Tensor: ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor: ...
@@ -79,6 +83,12 @@ class TorchOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x [..., in]` times the packed `weight [out, in]`: `[..., out]`."""
         return F.linear(x, weight, bias)
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, bias: Tensor | None, down: Tensor) -> Tensor:
+        """`down(silu(gate(x)) * up(x))` for `x [..., in]`; `gate_up [2 * width, in]` holds the
+        gate's rows, then up's; `bias [2 * width]` is theirs. All weights are packed."""
+        gate, up = self.linear(x, gate_up, bias).chunk(2, dim=-1)
+        return self.linear(F.silu(gate) * up, down)
 
     def argmax(self, values: Tensor) -> Tensor:
         """The lowest index of the largest of each row of `values [rows, n]`: `[rows] int32`."""

@@ -28,13 +28,14 @@ class StepInputs:
     decode_in_flight, decode_valid `[R]` bool. prefill_slots, prefill_starts, prefill_counts
     `[C]`; prefill_tokens `[C, T]`; prefill_fresh `[C]` bool. emitting `[D]` is where each emitting
     row stands among the R + C rows: the valid decode rows in order, then prefill rows that end
-    their prompt, then -1. propose `[D]` bool, temperatures `[D]` float32 (0 is greedy) and seeds
-    `[D, 2]` (low and high half of 64 bits) belong to emitting rows; D may be 0.
-    `verify_width` is k + 1; there are `num_tokens` token rows with their padding; every row reads
-    `context_pages` KV pages.
+    their prompt, then -1. proposed `[D]` (how many drafts it proposes), temperatures `[D]` float32
+    (0 is greedy) and seeds `[D, 2]` (low and high half of 64 bits) belong to emitting rows; D may
+    be 0. `verify_width` is k + 1; at most `num_drafts` are proposed, 0 leaves the drafter out.
+    There are `num_tokens` token rows with their padding; every row reads `context_pages` KV pages.
     """
 
     verify_width: int
+    num_drafts: int
     num_tokens: int
     context_pages: int
     decode_slots: Tensor
@@ -48,7 +49,7 @@ class StepInputs:
     prefill_tokens: Tensor
     prefill_fresh: Tensor
     emitting: Tensor
-    propose: Tensor
+    proposed: Tensor
     temperatures: Tensor
     seeds: Tensor
 
@@ -184,18 +185,17 @@ def emit(
     state.sampled.index_put_((slots,), sampled)
     state.planned.index_put_((slots,), torch.where(valid, planned[row], 0))
     bonus = bonus_tokens(sampled, vocab_size)
-    proposes = inputs.propose & (bonus >= 0)
-    num_drafts, mask_token_id = 0, 0
+    proposed = torch.where(bonus >= 0, inputs.proposed, 0)
+    block_drafts, mask_token_id = 0, 0
     if drafter is not None:
-        num_drafts, mask_token_id = drafter.num_drafts, drafter.mask_token_id
-        count = torch.where(proposes, num_drafts, 0).to(torch.int32)
-        state.num_drafts.index_put_((slots,), count)
+        block_drafts, mask_token_id = drafter.num_drafts, drafter.mask_token_id
+        state.num_drafts.index_put_((slots,), proposed)
     return Emitted(
         slots=slots,
         sampled=sampled,
         num_drafts=torch.where(valid, drafted[row], 0),
         inject_slots=torch.where(alive, rows.cache_slots, rows.positions % page_size),
-        blocks=query_blocks(bonus, num_drafts, mask_token_id),
+        blocks=query_blocks(bonus, block_drafts, mask_token_id),
         # A row that does not propose sees no context; its drafts are not used.
-        context_lens=torch.where(proposes, lengths[row], 0),
+        context_lens=torch.where(proposed > 0, lengths[row], 0),
     )

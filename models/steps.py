@@ -72,7 +72,8 @@ class ModelRank:
         """Run one step and leave what the next one needs in the slots' state.
 
         `captured`, where it is given, gets this rank's `target_logits [rows of deciding, V]`,
-        `draft_logits [D, K, V]`, and the emitting rows' `slots` and `sampled`.
+        `draft_logits [D, n, V]` of the n proposed drafts, and the emitting rows' `slots` and
+        `sampled`.
         """
         state, ops, page_size = self.state, self.target.ops, self.target_kv[0].page_size
         place_rows, emit_rows = self.regions.place, self.regions.emit
@@ -98,7 +99,7 @@ class ModelRank:
         if captured is not None:
             captured |= {"target_logits": logits, "slots": emitted.slots}
             captured |= {"sampled": emitted.sampled}
-        if self.drafter is not None and len(emitted.slots):
+        if self.drafter is not None and inputs.num_drafts:
             logits = self._propose(self.drafter, inputs, emitted, page_size)
             if captured is not None:
                 captured["draft_logits"] = logits
@@ -107,7 +108,8 @@ class ModelRank:
     def _propose(
         self, drafter: DFlashDrafter, inputs: StepInputs, emitted: Emitted, page_size: int
     ) -> Tensor:
-        """Draft a block behind each row's new bonus token; returns its logits `[D, K, V]`."""
+        """Draft a block behind each row's new bonus token; returns the logits `[D, n, V]` of its
+        first `n = inputs.num_drafts` drafts."""
         assert self.regions.block_hidden is not None
         context = drafter.ops.block_context(
             self.state.block_table,
@@ -120,6 +122,7 @@ class ModelRank:
         hidden = self.regions.block_hidden(
             emitted.blocks, emitted.context_lens, context, self.drafter_kv
         )
-        logits = drafter.draft_logits(hidden)
-        self.state.drafts.index_put_((emitted.slots,), drafter.draft_tokens(logits))
+        logits = drafter.draft_logits(hidden, inputs.num_drafts)
+        drafts = self.state.drafts[:, : inputs.num_drafts]
+        drafts.index_put_((emitted.slots,), drafter.draft_tokens(logits))
         return logits

@@ -60,6 +60,10 @@ class NativeOps:
         flat = x.reshape(-1, x.shape[-1])
         return torch.ops.dflash.linear(flat, weight, bias).unflatten(0, x.shape[:-1])
 
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, bias: Tensor | None, down: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        return torch.ops.dflash.gated_mlp(flat, gate_up, bias, down).unflatten(0, x.shape[:-1])
+
     def argmax(self, values: Tensor) -> Tensor:
         return torch.ops.dflash.argmax(values)
 
@@ -180,11 +184,16 @@ def _load() -> None:
         os.environ["PATH"] = path
 
     torch.library.register_fake("dflash::linear", _linear_shape)
+    torch.library.register_fake("dflash::gated_mlp", _mlp_shape)
     torch.library.register_fake("dflash::paged_attention", _attention_shape)
 
 
 def _linear_shape(x: Tensor, handle: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], handle.shape[0])
+
+
+def _mlp_shape(x: Tensor, gate_up: Tensor, bias: Tensor | None, down: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], down.shape[0])
 
 
 def _attention_shape(q: Tensor, *rest: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ at::Tensor pack(const at::Tensor& weight, int64_t min_rows, int64_t max_rows) {
       weight.options());
 }
 
-at::Tensor linear(
+at::Tensor packed_linear(
     const at::Tensor& x, const at::Tensor& handle, const std::optional<at::Tensor>& bias) {
   TORCH_CHECK(x.dim() == 2 && x.size(1) == handle.size(1), "x is ", x.sizes(), ", weight ",
               handle.sizes());
@@ -109,6 +109,45 @@ at::Tensor linear(
     out.narrow(0, first, count).copy_(result.narrow(0, 0, count));
   }
   return out;
+}
+
+// Values below which a second thread costs more than it saves.
+constexpr int64_t kSerialValues = 16'384;
+
+// silu(gate) * up for `size` values, computed in float.
+template <typename T>
+void gate(const T* gates, const T* ups, int64_t size, T* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Floats x = load(gates + i);
+    const Floats e = exp_of_negative(x < 0.0f ? x : -x);
+    store(to + i, x * (x < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e) * load(ups + i));
+  }
+  for (; i < size; ++i) {
+    const float x = gates[i];
+    to[i] = static_cast<T>(x / (1.0f + std::exp(-x)) * static_cast<float>(ups[i]));
+  }
+}
+
+// down(silu(gate(x)) * up(x)), of which `gate_up` is the packed weight of both.
+at::Tensor gated_mlp(
+    const at::Tensor& x, const at::Tensor& gate_up, const std::optional<at::Tensor>& bias,
+    const at::Tensor& down) {
+  const auto wide = packed_linear(x, gate_up, bias).contiguous();
+  const int64_t rows = wide.size(0), width = wide.size(1) / 2;
+  auto hidden = at::empty({rows, width}, x.options());
+  const auto run = [&]<typename T>(T* to) {
+    const T* from = wide.const_data_ptr<T>();
+    at::parallel_for(0, rows, kSerialValues / width + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        gate(from + 2 * i * width, from + (2 * i + 1) * width, width, to + i * width);
+    });
+  };
+  if (x.scalar_type() == at::kBFloat16)
+    run(hidden.mutable_data_ptr<at::BFloat16>());
+  else
+    run(hidden.mutable_data_ptr<float>());
+  return packed_linear(hidden, down, std::nullopt);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -147,15 +186,15 @@ inline void add_block_of(
   float weight[kLanes];
   store(weight, weights);
   int64_t d = 0;
-  // Two vectors at a time, each summed in the order of the keys; missing keys weigh nothing.
-  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
-    Floats first = load(result + d) * scale, second = load(result + d + kLanes) * scale;
-    for (int64_t j = 0; j < kLanes; ++j) {
-      first += weight[j] * load(values + j * dim + d);
-      second += weight[j] * load(values + j * dim + d + kLanes);
-    }
-    store(result + d, first);
-    store(result + d + kLanes, second);
+  // Four vectors at a time, each summed in the order of the keys; missing keys weigh nothing.
+  constexpr int64_t kVectors = 4;
+  for (; d + kVectors * kLanes <= dim; d += kVectors * kLanes) {
+    Floats out[kVectors];
+    for (int64_t i = 0; i < kVectors; ++i) out[i] = load(result + d + i * kLanes) * scale;
+    for (int64_t j = 0; j < kLanes; ++j)
+      for (int64_t i = 0; i < kVectors; ++i)
+        out[i] += weight[j] * load(values + j * dim + d + i * kLanes);
+    for (int64_t i = 0; i < kVectors; ++i) store(result + d + i * kLanes, out[i]);
   }
   for (; d < dim; d += kLanes) {
     Floats out = load(result + d) * scale;
@@ -350,6 +389,7 @@ at::Tensor paged_attention(
 TORCH_LIBRARY(dflash, m) {
   m.def("pack(Tensor weight, int min_rows, int max_rows) -> Tensor");
   m.def("linear(Tensor x, Tensor handle, Tensor? bias) -> Tensor");
+  m.def("gated_mlp(Tensor x, Tensor gate_up, Tensor? bias, Tensor down) -> Tensor");
   m.def(
       "paged_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor slots, "
       "Tensor lens, Tensor? own_k, Tensor? own_v) -> Tensor");
@@ -357,6 +397,7 @@ TORCH_LIBRARY(dflash, m) {
 
 TORCH_LIBRARY_IMPL(dflash, CPU, m) {
   m.impl("pack", pack);
-  m.impl("linear", linear);
+  m.impl("linear", packed_linear);
+  m.impl("gated_mlp", gated_mlp);
   m.impl("paged_attention", paged_attention);
 }

@@ -28,6 +28,13 @@ inline Floats load(const at::BFloat16* from) {
 
 inline void store(float* to, Floats values) { *reinterpret_cast<Floats*>(to) = values; }
 
+// Rounds to nearest, ties to even, as at::BFloat16 does; not for NaN.
+inline void store(at::BFloat16* to, Floats values) {
+  const Words words = reinterpret_cast<const Words&>(values);
+  const Words rounded = words + 0x7fffu + ((words >> 16) & 1u);
+  *reinterpret_cast<Halves*>(to) = __builtin_convertvector(rounded >> 16, Halves);
+}
+
 // Lanes i and i ^ step change places.
 template <int step>
 inline Floats swapped(Floats values) {

@@ -53,6 +53,7 @@ def engine_config(
     async_scheduling: bool = True,
     verify_widths: tuple[int, ...] | None = None,
     prefill_widths: tuple[int, ...] = (16, 64, 256),
+    adaptive_drafts: bool = False,
 ) -> EngineConfig:
     """`num_drafts` 0 is an engine without speculation; the pool defaults to one that is ample.
 
@@ -72,6 +73,7 @@ def engine_config(
         ),
         drafter_path=Path("drafter") if num_drafts else None,
         drafter=drafter_config(num_drafts) if num_drafts else None,
+        adaptive_drafts=adaptive_drafts,
         tensor_parallel_size=1,
         dtype="float32",
         max_model_len=max_model_len,

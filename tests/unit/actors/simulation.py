@@ -44,6 +44,7 @@ class Client:
     seen: tuple[int, ...] = ()
     fed: int = 0
     ahead: list[Row] = field(default_factory=list)  # of unread steps
+    proposed: int = 0  # drafts, by the last row
     slot: int | None = None
     table: tuple[int, ...] = ()
     verify_steps: int = 0
@@ -115,20 +116,23 @@ class DeviceSlot:
 class Device:
     """Runs plans in the order in which they were submitted, as a rank does."""
 
-    def __init__(self, num_drafts: int) -> None:
-        self.num_drafts = num_drafts
+    def __init__(self) -> None:
         self.slots: dict[int, DeviceSlot] = {}
         self.clients: dict[int, Client] = {}  # by seed
 
     def run(self, plan: StepPlan, rng: random.Random, acceptance: float) -> StepOutput:
-        runs = [self.verify(row, rng, acceptance) for row in plan.decode]
-        runs += [run for run in map(self.prefill, plan.prefill) if run]
+        assert plan.bucket is not None
+        proposed = plan.bucket.num_drafts
+        runs = [self.verify(row, proposed, rng, acceptance) for row in plan.decode]
+        runs += [run for row in plan.prefill if (run := self.prefill(row, proposed))]
         drafts = [
             row.num_drafts if isinstance(row, DecodeRow) else 0 for row in emitting_rows(plan)
         ]
         return StepOutput(step=plan.step, sampled=tuple(runs), num_drafts=tuple(drafts))
 
-    def verify(self, row: DecodeRow, rng: random.Random, acceptance: float) -> tuple[int, ...]:
+    def verify(
+        self, row: DecodeRow, proposed: int, rng: random.Random, acceptance: float
+    ) -> tuple[int, ...]:
         slot = self.slots[row.slot]
         assert row.seed == slot.client.seed
         rejected = 1 + slot.planned - slot.emitted if row.prev_in_flight else 0
@@ -140,10 +144,10 @@ class Device:
         first = slot.fed - len(slot.client.prompt) + 1
         slot.planned, slot.emitted = row.num_drafts, accepted + 1
         slot.fed += slot.emitted
-        slot.drafts = self.num_drafts if row.propose else 0
+        slot.drafts = proposed if row.propose else 0
         return slot.client.tokens(first, slot.emitted)
 
-    def prefill(self, row: PrefillRow) -> tuple[int, ...]:
+    def prefill(self, row: PrefillRow, proposed: int) -> tuple[int, ...]:
         if row.fresh:
             self.slots[row.slot] = DeviceSlot(self.clients[row.seed])
         slot = self.slots[row.slot]
@@ -158,22 +162,33 @@ class Device:
         if not row.last:
             return ()
         slot.planned, slot.emitted = 0, 1
-        slot.drafts = self.num_drafts if row.propose else 0
+        slot.drafts = proposed if row.propose else 0
         return slot.client.tokens(0, 1)
 
 
 class Simulation:
     """`submit` and `read` in any order keep at most one step unread while one is planned."""
 
-    def __init__(self, config: EngineConfig, leave_out_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        leave_out_seed: int | None = None,
+        drafts_seed: int | None = None,
+    ) -> None:
+        """`leave_out_seed` leaves random rows out; `drafts_seed` makes steps verify and propose a
+        random choice of drafts, all by default."""
         self.config = config
+        self.choice = config.num_drafts
         self.rng = random.Random(leave_out_seed)
         self.offered: list[str] = []
         self.left_out: str | None = None
         self.scheduler = Scheduler(
             config, leave_out=None if leave_out_seed is None else self.leave_out
         )
-        self.device = Device(config.num_drafts)
+        if drafts_seed is not None:
+            self.draft_rng = random.Random(drafts_seed)
+            self.scheduler.speculation.choose = self.choose  # type: ignore[method-assign]
+        self.device = Device()
         self.clients: list[Client] = []
         self.waiting: list[Client] = []
         self.running: list[Client] = []  # in order of admission, also ended ones that are unread
@@ -209,6 +224,12 @@ class Simulation:
         self.waiting = [client for client in self.waiting if not client.ended]
         self.check()
 
+    def choose(self, decode_rows: int) -> int:
+        assert decode_rows in self.config.buckets.decode_sequences
+        widths = self.config.buckets.verify_widths
+        self.choice = self.draft_rng.choice([0, *(width - 1 for width in widths)])
+        return self.choice
+
     def leave_out(self, request_ids: Sequence[str]) -> str | None:
         self.offered = list(request_ids)
         self.left_out = self.rng.choice([*request_ids, None])
@@ -237,13 +258,15 @@ class Simulation:
         for row in (*plan.decode, *plan.prefill):
             self.holder(row.slot).ahead.append(row)
         self.check_bucket(plan)
+        for row in emitting_rows(plan):
+            self.holder(row.slot).proposed = self.choice if row.propose else 0
         self.unread.append((plan, self.device.run(plan, rng, acceptance)))
         self.check()
         return plan
 
     def read(self) -> list[TokenChunk]:
         plan, output = self.unread.popleft()
-        chunks = self.scheduler.update(output)
+        chunks = self.scheduler.update(output, seconds=0.01)
         for row in (*plan.decode, *plan.prefill):
             assert self.holder(row.slot).ahead.pop(0) == row
         for row in plan.prefill:
@@ -330,7 +353,8 @@ class Simulation:
             client = self.holder(row.slot)
             found[client] += len(row.token_ids)
             assert row.temperature == client.message.sampling.temperature
-            assert row.propose == (self.config.num_drafts > 0 and client.left - 1 >= 2)
+            if row.last:
+                assert row.propose == (self.choice > 0 and client.left - 1 >= 2)
         assert found == expected
 
     def check_decode(self, plan: StepPlan, expected: list[Client]) -> None:
@@ -341,10 +365,10 @@ class Simulation:
             assert row.prev_in_flight == bool(client.ahead)
             assert row.position == client.start
             # Speculation is never off where a draft could still be emitted.
-            assert row.num_drafts == min(self.config.num_drafts, client.left_ahead - 1)
+            assert row.num_drafts == min(self.choice, client.proposed, client.left_ahead - 1)
             # Nor are drafts not made which a next step may verify, whatever is rejected till then.
             most_left = client.left - row.prev_in_flight - 1
-            assert row.propose == (self.config.num_drafts > 0 and most_left >= 2)
+            assert row.propose == (self.choice > 0 and most_left >= 2)
             assert row.temperature == client.message.sampling.temperature
 
     def check_bucket(self, plan: StepPlan) -> None:
@@ -354,6 +378,7 @@ class Simulation:
         width = 1 + max((row.num_drafts for row in plan.decode), default=0)
         widths = self.config.buckets.verify_widths
         assert bucket.verify_width == min(w for w in widths if w >= width)
+        assert bucket.num_drafts == (self.choice if emitting_rows(plan) else 0)
         assert len(plan.prefill) <= bucket.prefill_rows
         assert len(emitting_rows(plan)) <= bucket.emitting_rows <= self.config.max_num_seqs
         grids = bucket.decode_rows * bucket.verify_width

@@ -24,6 +24,7 @@ class Step:
     """What a step has to hold, as a scheduler may ask for it."""
 
     num_decode: int
+    num_verified: int
     num_drafts: int
     chunks: tuple[int, ...]
     num_emitting: int
@@ -31,12 +32,13 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decode * (self.num_drafts + 1) + sum(self.chunks)
+        return self.num_decode * (self.num_verified + 1) + sum(self.chunks)
 
     def bucket(self, ladder: Ladder) -> Bucket:
         width = ladder.sizes.prefill_width([*self.chunks]) if self.chunks else 0
         return ladder.sizes.bucket(
             num_decode=self.num_decode,
+            num_verified=self.num_verified,
             num_drafts=self.num_drafts,
             num_prefill_rows=num_rows(self.chunks, width) if self.chunks else 0,
             prefill_width=width,
@@ -77,11 +79,17 @@ def draw_step(data: st.DataObject, ladder: Ladder) -> Step:
     num_ends = data.draw(st.integers(0, len(chunks)))
     return Step(
         num_decode=num_decode,
-        num_drafts=data.draw(st.integers(0, ladder.num_drafts)) if num_decode else 0,
+        num_verified=data.draw(st.integers(0, ladder.num_drafts)) if num_decode else 0,
+        num_drafts=data.draw(st.integers(0, ladder.num_drafts)),
         chunks=tuple(chunks),
         num_emitting=num_decode + num_ends,
         context_pages=data.draw(st.integers(1, ladder.pages)),
     )
+
+
+def shape(bucket: Bucket) -> Bucket:
+    """What is compiled for a bucket: neither pages nor drafts change it."""
+    return replace(bucket, context_pages=1, num_drafts=0)
 
 
 def num_rows(chunks: tuple[int, ...], width: int) -> int:
@@ -98,12 +106,13 @@ def test_whatever_a_step_may_hold_fits(ladder: Ladder, data: st.DataObject) -> N
     step = draw_step(data, ladder)
     bucket = step.bucket(ladder)
     assert step.num_decode <= bucket.decode_rows <= ladder.seqs
-    assert bucket.verify_width >= step.num_drafts + 1
+    assert bucket.verify_width >= step.num_verified + 1
     assert bucket.verify_width <= ladder.num_drafts + 1
     if step.chunks:
         assert bucket.prefill_width in ladder.sizes.prefill_widths
         assert bucket.prefill_rows >= num_rows(step.chunks, bucket.prefill_width)
     assert step.num_emitting <= bucket.emitting_rows <= ladder.seqs
+    assert bucket.num_drafts == (step.num_drafts if step.num_emitting else 0)
     assert bucket.num_tokens >= max(grid_tokens(bucket), 2)
     assert step.context_pages <= bucket.context_pages <= ladder.pages
 
@@ -123,7 +132,7 @@ def test_the_bucket_is_the_smallest_of_the_ladder(ladder: Ladder, data: st.DataO
         assert bucket.prefill_rows == smallest(sizes.prefill_rows, rows)
     if step.num_emitting:
         assert bucket.emitting_rows == smallest(sizes.decode_rows, step.num_emitting)
-    assert bucket.verify_width == smallest(sizes.verify_widths, step.num_drafts + 1)
+    assert bucket.verify_width == smallest(sizes.verify_widths, step.num_verified + 1)
     assert bucket.num_tokens == smallest(sizes.num_tokens, grid_tokens(bucket))
     assert bucket.context_pages == smallest(sizes.context_pages, step.context_pages)
 
@@ -160,6 +169,7 @@ def test_more_never_needs_a_smaller_bucket(ladder: Ladder, data: st.DataObject) 
 
     limits = {
         "num_decode": two(0, ladder.seqs),
+        "num_verified": two(0, ladder.num_drafts),
         "num_drafts": two(0, ladder.num_drafts),
         "num_prefill_rows": two(0, sizes.prefill_rows[-1]),
         "num_emitting": two(0, ladder.seqs),
@@ -218,7 +228,7 @@ def test_warm_up_has_every_shape_that_a_step_may_have(ladder: Ladder, data: st.D
     assert bucket.emitting_rows in {each.emitting_rows for each in warm}
     if not step.chunks:
         # More than the models is compiled for these.
-        assert replace(bucket, context_pages=1) in {replace(b, context_pages=1) for b in warm}
+        assert shape(bucket) in {shape(each) for each in warm}
 
 
 @given(ladders())
@@ -244,10 +254,10 @@ def test_warm_up_is_made_of_steps_of_the_ladder_and_of_few(ladder: Ladder) -> No
 @given(ladders())
 def test_a_grid_without_rows_has_no_tokens(ladder: Ladder) -> None:
     widest, narrow = ladder.num_drafts + 1, ladder.sizes.prefill_widths[0]
-    decode_only = Step(1, ladder.num_drafts, (), 1, 1).bucket(ladder)
+    decode_only = Step(1, ladder.num_drafts, ladder.num_drafts, (), 1, 1).bucket(ladder)
     assert (decode_only.prefill_rows, decode_only.prefill_width) == (0, 0)
     assert decode_only.num_tokens == max(widest, 2)
-    prefill_only = Step(0, 0, (1,), 0, 1).bucket(ladder)
+    prefill_only = Step(0, 0, 0, (1,), 0, 1).bucket(ladder)
     assert (prefill_only.decode_rows, prefill_only.emitting_rows) == (0, 0)
     assert prefill_only.num_tokens == max(narrow, 2)
 
@@ -281,3 +291,21 @@ def test_warm_up_tells_decode_shapes_of_equally_many_tokens_apart() -> None:
         if not bucket.prefill_rows
     }
     assert decode == {(rows, width) for rows in (1, 2, 4) for width in (1, 2, 4)}
+
+
+def test_every_choice_of_drafts_has_a_step_of_its_own() -> None:
+    ladder = BucketLadder.for_config(
+        engine_config(num_drafts=3, max_num_seqs=2, verify_widths=(1, 2, 4))
+    )
+    steps = [*ladder.decode_steps()]
+    assert [(rows, drafts) for rows, drafts, _ in steps] == [
+        (rows, drafts) for rows in (1, 2) for drafts in (0, 1, 3)
+    ]
+    for rows, drafts, bucket in steps:
+        assert (bucket.decode_rows, bucket.verify_width) == (rows, drafts + 1)
+        assert (bucket.num_drafts, bucket.prefill_rows) == (drafts, 0)
+
+
+def test_a_step_without_drafts_exists_where_no_width_is_that_narrow() -> None:
+    ladder = BucketLadder.for_config(engine_config(num_drafts=3, max_num_seqs=1))
+    assert [(b.verify_width, b.num_drafts) for _, _, b in ladder.decode_steps()] == [(4, 0), (4, 3)]

@@ -192,7 +192,7 @@ def test_default_buckets_reach_what_the_configuration_allows(target: Save, draft
     args: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 200, "block_size": 8}
     buckets = resolve(target(), drafter(), **args).buckets
     assert buckets.decode_sequences == (1, 2, 4, 6)
-    assert buckets.verify_widths == (4,)
+    assert buckets.verify_widths == (1, 2, 4)
     assert buckets.prefill_widths == (16, 64, 256)
     assert buckets.context_lengths == (32, 64, 128, 200)
     plain = resolve(target(), max_num_seqs=1, max_model_len=20).buckets

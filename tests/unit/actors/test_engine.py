@@ -484,6 +484,23 @@ def test_rows_left_out_change_no_stream(ahead: bool) -> None:
     assert [len(plan.rows) for plan in shards.plans[:2]] == [2, 3]
 
 
+def test_an_adaptive_engine_times_every_choice_behind_warm_up() -> None:
+    shards = FakeShards()
+    config = engine_config(num_drafts=3, verify_widths=(1, 4), adaptive_drafts=True)
+    engine = Engine(config, shards, deliver=lambda chunks: None)
+    engine.warm_up()
+    ladder = engine.scheduler.ladder
+    warmed, timed = len(ladder.warm_up()), [bucket for *_, bucket in ladder.decode_steps()]
+    assert shards.sealed_after == [warmed], "compiling is not timed"
+    assert [plan.bucket for plan in shards.plans[warmed:]] == [
+        bucket for bucket in timed for _ in range(3)
+    ]
+    for rows in ladder.decode_rows:
+        times_s = engine.scheduler.speculation._sizes[rows].times_s
+        assert sorted(times_s) == [0, 3]
+        assert all(0 < seconds < 1 for seconds in times_s.values())
+
+
 def test_warm_up_leaves_nothing_in_flight(make_engine: Maker) -> None:
     engine, shards, delivered = make_engine()
     progress: list[tuple[int, int]] = []

@@ -31,6 +31,7 @@ buckets = st.builds(
     Bucket,
     decode_rows=counts,
     verify_width=counts,
+    num_drafts=counts,
     prefill_rows=counts,
     prefill_width=counts,
     emitting_rows=counts,
@@ -142,6 +143,7 @@ def test_a_full_decode_step_is_small() -> None:
         prefill_rows=4,
         prefill_width=64,
         emitting_rows=9,
+        num_drafts=9,
         num_tokens=8 * 10 + 4 * 64,
         context_pages=512,
     )

@@ -94,18 +94,20 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
 @given(
     scenario=scenarios(),
     leave_out_seed=st.none() | st.integers(0, 1000),
+    drafts_seed=st.none() | st.integers(0, 1000),
     seed=st.integers(0, 1000),
     ahead=st.booleans(),
 )
 def test_any_traffic_keeps_the_invariants(
     scenario: tuple[EngineConfig, list[Operation]],
     leave_out_seed: int | None,
+    drafts_seed: int | None,
     seed: int,
     ahead: bool,
 ) -> None:
     """Steps are read before the next is planned or after, and requests end at any moment."""
     config, operations = scenario
-    simulation = Simulation(config, leave_out_seed)
+    simulation = Simulation(config, leave_out_seed, drafts_seed)
     for operation in operations:
         match operation:
             case Arrive(request):
@@ -149,7 +151,7 @@ def answer(plan: StepPlan, runs: Sequence[tuple[int, ...]]) -> StepOutput:
 
 
 def read(scheduler: Scheduler, plan: StepPlan, *runs: tuple[int, ...]) -> list[TokenChunk]:
-    return scheduler.update(answer(plan, runs))
+    return scheduler.update(answer(plan, runs), seconds=0.01)
 
 
 def advance(scheduler: Scheduler, *runs: tuple[int, ...]) -> list[TokenChunk]:
@@ -315,7 +317,7 @@ def test_late_compiles_are_those_of_the_last_output() -> None:
     scheduler.add(generate_request(max_tokens=20))
     for count in (0, 2, 3):
         output = answer(scheduler.schedule(), [(10,)])
-        scheduler.update(replace(output, late_compiles=count))
+        scheduler.update(replace(output, late_compiles=count), seconds=0.01)
         assert scheduler.stats.late_compiles == count
 
 
@@ -324,7 +326,9 @@ def test_the_output_of_another_step_is_our_bug() -> None:
     scheduler.add(generate_request())
     plan = scheduler.schedule()
     with pytest.raises(AssertionError):
-        scheduler.update(StepOutput(step=plan.step + 1, sampled=((1,),), num_drafts=(0,)))
+        scheduler.update(
+            StepOutput(step=plan.step + 1, sampled=((1,),), num_drafts=(0,)), seconds=0.01
+        )
 
 
 def test_check_idle_finds_what_is_held() -> None:
@@ -482,7 +486,7 @@ def test_only_one_step_may_be_unread() -> None:
 
 def test_an_output_without_a_step_is_our_bug() -> None:
     with pytest.raises(IndexError):
-        Scheduler(engine_config()).update(StepOutput(step=0))
+        Scheduler(engine_config()).update(StepOutput(step=0), seconds=0.01)
 
 
 def test_more_tokens_than_were_fed_are_our_bug() -> None:

@@ -55,6 +55,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         prefill_rows=prefill_size,
         prefill_width=width,
         emitting_rows=num_emitting + draw(st.integers(0, 2)),
+        num_drafts=draw(st.integers(0, 9)),
         num_tokens=decode_size * verify_width + prefill_size * width + draw(st.integers(0, 9)),
         context_pages=draw(st.integers(1, 10)),
     )
@@ -66,10 +67,9 @@ def test_emitting_rows_are_decode_then_ends_of_prompts_then_padding(plan: StepPl
     assert plan.bucket is not None
     inputs = step_inputs(plan, SCRATCH)
     size = plan.bucket.emitting_rows
-    assert inputs.emitting.dtype == inputs.seeds.dtype == torch.int32
-    assert inputs.propose.dtype == torch.bool
+    assert inputs.emitting.dtype == inputs.seeds.dtype == inputs.proposed.dtype == torch.int32
     assert inputs.temperatures.dtype == torch.float32
-    assert inputs.emitting.shape == inputs.propose.shape == inputs.temperatures.shape == (size,)
+    assert inputs.emitting.shape == inputs.proposed.shape == inputs.temperatures.shape == (size,)
     assert inputs.seeds.shape == (size, 2)
     rows: list[tuple[int, DecodeRow | PrefillRow]] = list(enumerate(plan.decode))
     rows += [
@@ -78,7 +78,7 @@ def test_emitting_rows_are_decode_then_ends_of_prompts_then_padding(plan: StepPl
     for i in range(size):
         place, row = rows[i] if i < len(rows) else (-1, None)
         assert inputs.emitting[i].item() == place
-        assert inputs.propose[i].item() == (row.propose if row else False)
+        assert inputs.proposed[i].item() == (plan.bucket.num_drafts if row and row.propose else 0)
         low, high = inputs.seeds[i].tolist()
         assert (high << 32) + (low & 0xFFFFFFFF) == (row.seed if row else 0)
         assert inputs.temperatures[i].item() == (row.temperature if row else 0.0)

@@ -77,7 +77,7 @@ def block(
         len(tables[0]),
     )
     hidden = drafter.block_hidden(blocks, context_lens, context, kv)
-    return hidden, drafter.draft_tokens(drafter.draft_logits(hidden))
+    return hidden, drafter.draft_tokens(drafter.draft_logits(hidden, config.num_drafts))
 
 
 def oracle_hidden(target: Any, drafter: ReferenceDrafter, bonus: int, aux: Tensor) -> Tensor:
@@ -124,7 +124,9 @@ def test_inject_then_block_equals_the_oracle(
         assert drafts[row].tolist() == propose(target, oracle, token, aux)
         with torch.no_grad():
             logits = draft_logits(target, oracle, token, aux)
-        assert_near(drafter.draft_logits(hidden)[row], logits)
+        assert_near(drafter.draft_logits(hidden, len(logits))[row], logits)
+        few = drafter.draft_logits(hidden, 1)[row]
+        assert_near(few, logits[:1])
 
 
 @pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE, PAGE + 1, 4 * PAGE])

@@ -166,7 +166,8 @@ def random_row(seed: int | None) -> Callable[[Sequence[str]], str | None] | None
 def test_no_schedule_changes_a_token(
     pair: PairMaker, trained: PairMaker, kind: Kind, speculation: bool
 ) -> None:
-    """Running ahead, or with any row left out of any step; drafts are rarely or often right."""
+    """Running ahead, with any row left out of any step, any number of drafts proposed and verified;
+    drafts are rarely or often right."""
     files = trained(kind) if kind == "qwen3" else pair(kind)
     traces = traces_of(files, 40)
     stop = traces[0].token_ids[9]
@@ -177,10 +178,16 @@ def test_no_schedule_changes_a_token(
     changes: dict[str, Any] = {} if speculation else {"speculative_config": None}
 
     def generated(
-        is_async: bool, seed: int | None = None, trace: StepTrace | None = None
+        is_async: bool,
+        seed: int | None = None,
+        trace: StepTrace | None = None,
+        choices: Sequence[int] | None = None,
     ) -> list[tuple[tuple[int, ...], str]]:
         args = engine_args(files, async_scheduling=is_async, **changes)
         with LLM(**args, leave_out=random_row(seed), trace=trace) as llm:
+            if choices is not None:
+                rng, chooser = random.Random(seed), llm._engine.scheduler.speculation
+                chooser.choose = lambda rows: rng.choice(choices)  # type: ignore[method-assign]
             outputs = llm.generate(PROMPTS, samplings)
             llm._engine.scheduler.check_idle()
         return [(output.token_ids, output.finish_reason) for output in outputs]
@@ -197,6 +204,9 @@ def test_no_schedule_changes_a_token(
     for seed in range(3):
         assert generated(True, seed) == expected
         assert generated(False, seed) == expected
+    if speculation:
+        for seed, choices in enumerate([(0,), (0, 1, 3), (1,), (0, 2), (2, 3)]):
+            assert generated(True, seed, choices=choices) == expected
 
 
 def submitted_early(trace: StepTrace) -> int:

@@ -50,6 +50,7 @@ def inputs(
     prefill: Iterable[Prefill] = (),
     *,
     width: int = K + 1,
+    num_drafts: int = K,
     pages: int = 16,
     padding: int = 0,
 ) -> StepInputs:
@@ -69,6 +70,7 @@ def inputs(
     num_decode = len(decode) + padding
     return StepInputs(
         verify_width=width,
+        num_drafts=num_drafts if len(emitting) + padding else 0,
         num_tokens=num_decode * width + tokens.numel() + padding,
         context_pages=pages,
         decode_slots=ints([row.slot for row in decode], SCRATCH),
@@ -82,7 +84,7 @@ def inputs(
         prefill_tokens=tokens,
         prefill_fresh=ints([row.start == 0 for row in prefill]).bool(),
         emitting=ints([*range(len(decode)), *(num_decode + i for i in last)], fill=-1),
-        propose=ints([row.propose for row in emitting]).bool(),
+        proposed=ints([num_drafts * row.propose for row in emitting]),
         temperatures=torch.zeros(len(emitting) + padding),
         seeds=torch.zeros(len(emitting) + padding, 2, dtype=torch.int32),
     )

@@ -340,7 +340,7 @@ def test_draft_blocks_are_the_same_bits(exact_rank: tuple[CpuBackend, ModelRank]
         blocks = torch.tensor([[3 + slot, *[mask] * K] for slot in slots], dtype=torch.int32)
         assert rank.regions.block_hidden is not None
         hidden = rank.regions.block_hidden(blocks, some, context, rank.drafter_kv)
-        return hidden.clone(), drafter.draft_logits(hidden)
+        return hidden.clone(), drafter.draft_logits(hidden, K)
 
     def work() -> None:
         feed(rank, [(0, PROMPT, 0), (1, OTHER, 0)], 40)

@@ -154,6 +154,37 @@ def test_a_handle_keeps_the_packed_weight_alive(native: NativeOps, dtype: torch.
     assert_rounded(native.linear(x, other), expected, dtype)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [32, 37])
+def test_gated_mlp_equals_its_parts(
+    native: NativeOps, width: int, dtype: torch.dtype, bias: bool
+) -> None:
+    """Its values between the matmuls are rounded once."""
+    gate_up, down = seeded(2 * width, 24).to(dtype), seeded(16, width, seed=1).to(dtype)
+    x = (10 * seeded(2, 3, 24, seed=2)).to(dtype)
+    own = (30 * seeded(2 * width, seed=3)).to(dtype) if bias else None
+    packed_gate_up, packed_down = native.pack(gate_up), native.pack(down)
+    wide = native.linear(x, packed_gate_up, own).float()
+    hidden = torch.nn.functional.silu(wide[..., :width]) * wide[..., width:]
+    found = native.gated_mlp(x, packed_gate_up, own, packed_down)
+    assert found.dtype == dtype
+    expected = native.linear(hidden.to(dtype), packed_down)
+    spread = expected.float().abs().max()
+    assert (found.float() - expected.float()).abs().max() <= spread * torch.finfo(dtype).eps * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_gated_mlp_is_the_same_in_any_company(
+    native: NativeOps, dtype: torch.dtype
+) -> None:
+    gate_up, down = native.pack(seeded(2 * 96, 64).to(dtype)), native.pack(seeded(48, 96).to(dtype))
+    x = seeded(300, 64, seed=1).to(dtype)
+    alone = torch.cat([native.gated_mlp(row, gate_up, None, down) for row in x.split(1)])
+    for rows in (2, 7, 32, 33, 300):
+        assert torch.equal(native.gated_mlp(x[:rows], gate_up, None, down), alone[:rows])
+
+
 def test_a_handle_frees_the_packed_weight(native: NativeOps) -> None:
     fast, process = NativeOps(exact=False), psutil.Process()
     weight = seeded(4096, 1024)
