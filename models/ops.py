@@ -13,6 +13,8 @@ from torch import Tensor
 
 from models.attention import block_attention, causal_grid, paged_attention
 from models.kv_cache import LayerKV
+from models.parallel import TensorParallel
+from models.scores import SamplingRows, choice_scores
 
 # What an `Ops` makes of a step's grids once, for all layers: a pytree of tensors only it reads.
 Context = Any
@@ -42,6 +44,8 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
     def argmax(self, values: Tensor) -> Tensor: ...
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor: ...
 
     def causal_context(
         self,
@@ -89,6 +93,11 @@ class TorchOps:
     def argmax(self, values: Tensor) -> Tensor:
         """The lowest index of the largest of each row of `values [rows, n]`: `[rows] int32`."""
         return values.argmax(dim=-1).to(torch.int32)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """A draw from each row of `logits [rows, vocabulary]`, all of it on one rank: `[rows]
+        int32`, as `models.sampling.sample` says."""
+        return self.argmax(choice_scores(logits, rows, 0, TensorParallel()))
 
     def causal_context(
         self,

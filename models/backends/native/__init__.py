@@ -1,4 +1,4 @@
-"""The kernels of `ops.cpp`, compiled once for this machine, as an `Ops`."""
+"""The kernels beside this file, compiled once for this machine, as an `Ops`."""
 
 import hashlib
 import logging
@@ -16,10 +16,12 @@ from torch import Tensor
 from models.hub import cache_dir
 from models.kv_cache import LayerKV
 from models.ops import Context, Grid
+from models.scores import SamplingRows
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).parent / "ops.cpp"
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-Wno-psabi"]
 # Row counts at which a library may change its kernel, and the bounds worth having.
 _PROBED_ROWS = (*range(3, 18), 24, 31, 32, 33, 47, 48, 63, 64, 65, 96, 128, 256)
@@ -64,6 +66,9 @@ class NativeOps:
 
     def argmax(self, values: Tensor) -> Tensor:
         return torch.ops.dflash.argmax(values)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        return torch.ops.dflash.sample(logits, *rows)
 
     def causal_context(
         self,
@@ -160,7 +165,7 @@ def _cancelling_sums(weight: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]
 
 @cache
 def _load() -> None:
-    """Build `ops.cpp` if need be, load it and tell the compiler the shapes of its results."""
+    """Build the sources if need be, load them and tell the compiler the shapes of its results."""
     from torch.utils.cpp_extension import load
 
     directory = cache_dir() / f"native-{_fingerprint()}"
@@ -170,7 +175,7 @@ def _load() -> None:
     try:
         load(
             name="dflash_native",
-            sources=[str(_SOURCE)],
+            sources=[str(path) for path in _SOURCES],
             extra_cflags=_FLAGS,
             build_directory=str(directory),
             is_python_module=False,
@@ -203,5 +208,6 @@ def _fingerprint() -> str:
         cpu = next(
             (line for line in info.read_text().splitlines() if line.startswith("flags")), cpu
         )
-    parts = [_SOURCE.read_text(), torch.__version__, cpu, *_FLAGS, os.environ.get("CXX", "")]
+    sources = [path.read_text() for path in (*_SOURCES, *_HEADERS)]
+    parts = [*sources, torch.__version__, cpu, *_FLAGS, os.environ.get("CXX", "")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 // The CPU operators that decide speed and exactness, each row computed in an order of its own:
 // what a row gives depends neither on its neighbours nor on how many there are.
-//
-// The vector types are the compiler's (GCC, Clang): 16 floats, lowered to what the machine has.
+
+#include "vectors.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -15,72 +15,6 @@
 #include <vector>
 
 namespace {
-
-constexpr int64_t kLanes = 16;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
-
-inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
-
-inline Floats load(const at::BFloat16* from) {
-  const Halves halves = *reinterpret_cast<const Halves*>(from);
-  const Words words = __builtin_convertvector(halves, Words) << 16;
-  return reinterpret_cast<const Floats&>(words);
-}
-
-inline void store(float* to, Floats values) { *reinterpret_cast<Floats*>(to) = values; }
-
-// Rounds to nearest, ties to even, as at::BFloat16 does; not for NaN.
-inline void store(at::BFloat16* to, Floats values) {
-  const Words words = reinterpret_cast<const Words&>(values);
-  const Words rounded = words + 0x7fffu + ((words >> 16) & 1u);
-  *reinterpret_cast<Halves*>(to) = __builtin_convertvector(rounded >> 16, Halves);
-}
-
-// Lanes i and i ^ step change places.
-template <int step>
-inline Floats swapped(Floats values) {
-  Ints places;
-  for (int i = 0; i < kLanes; ++i) places[i] = i ^ step;
-  return __builtin_shuffle(values, places);
-}
-
-inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
-
-inline float largest(Floats v) {
-  v = greater(v, swapped<8>(v));
-  v = greater(v, swapped<4>(v));
-  v = greater(v, swapped<2>(v));
-  return greater(v, swapped<1>(v))[0];
-}
-
-inline float sum(Floats v) {
-  v += swapped<8>(v);
-  v += swapped<4>(v);
-  v += swapped<2>(v);
-  return (v + swapped<1>(v))[0];
-}
-
-// exp(x) for x <= 0, after Cephes' expf (2 ulp); 0 below -87.
-inline Floats exp_of_negative(Floats x) {
-  const Ints tiny = x < -87.0f;
-  x = tiny ? Floats{} : x;
-  const Floats n = __builtin_convertvector(
-      __builtin_convertvector(x * 1.44269504088896341f - 0.5f, Ints), Floats);
-  const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  const Ints scale = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return tiny ? Floats{} : y * reinterpret_cast<const Floats&>(scale);
-}
 
 // One stage of a 16 x 16 transpose: swaps off-diagonal blocks of `step` lanes in each row pair.
 template <int step>
@@ -450,50 +384,6 @@ at::Tensor paged_attention(
   return out;
 }
 
-// ---------------------------------------------------------------------------------------------
-// Argmax
-
-template <typename T>
-int32_t first_largest(const T* values, int64_t size) {
-  constexpr int64_t kRun = 512;
-  float best = -kInfinity;
-  int64_t run = 0;
-  for (int64_t start = 0; start < size; start += kRun) {
-    const int64_t end = std::min(start + kRun, size);
-    Floats tops = Floats{} - kInfinity;
-    int64_t i = start;
-    for (; i + kLanes <= end; i += kLanes) {
-      const Floats next = load(values + i);
-      tops = next > tops ? next : tops;
-    }
-    float top = largest(tops);
-    for (; i < end; ++i) top = std::max(top, static_cast<float>(values[i]));
-    if (top > best) best = top, run = start;
-  }
-  for (int64_t i = run; i < size; ++i)
-    if (static_cast<float>(values[i]) == best) return static_cast<int32_t>(i);
-  return 0;
-}
-
-// The lowest index of the largest value of each row.
-at::Tensor argmax(const at::Tensor& any) {
-  const auto values = any.contiguous();
-  TORCH_CHECK(values.dim() == 2 && values.size(1) > 0, "values are ", values.sizes());
-  const int64_t rows = values.size(0), size = values.size(1);
-  auto out = at::empty({rows}, values.options().dtype(at::kInt));
-  int32_t* to = out.mutable_data_ptr<int32_t>();
-  const auto run = [&](auto* from) {
-    at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) to[i] = first_largest(from + i * size, size);
-    });
-  };
-  if (values.scalar_type() == at::kBFloat16)
-    run(values.const_data_ptr<at::BFloat16>());
-  else
-    run(values.const_data_ptr<float>());
-  return out;
-}
-
 }  // namespace
 
 TORCH_LIBRARY(dflash, m) {
@@ -503,7 +393,6 @@ TORCH_LIBRARY(dflash, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor slots, "
       "Tensor lens, Tensor? own_k, Tensor? own_v) -> Tensor");
-  m.def("argmax(Tensor values) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(dflash, CPU, m) {
@@ -511,5 +400,4 @@ TORCH_LIBRARY_IMPL(dflash, CPU, m) {
   m.impl("linear", packed_linear);
   m.impl("gated_mlp", gated_mlp);
   m.impl("paged_attention", paged_attention);
-  m.impl("argmax", argmax);
 }

@@ -15,6 +15,7 @@ from models.backends.backend import Backend
 from models.config import load_drafter_config, load_target_config
 from models.dflash import DFlashDrafter
 from models.kv_cache import LayerKV, allocate
+from models.layers import LMHead
 from models.ops import Grid, Ops, TorchOps
 from models.parallel import TensorParallel
 from models.state import SlotState
@@ -91,6 +92,27 @@ def run_ranks(
     if operands is not None:
         operands += exchange.operands
     return [future.result() for future in futures]
+
+
+def run_heads(
+    logits: Tensor,
+    size: int,
+    work: Callable[[Tensor, LMHead], T],
+    operands: list[Tensor] | None = None,
+    ops: Ops = TORCH,
+) -> list[T]:
+    """What `work(local logits, head)` returned on every rank that has its columns of
+    `logits [rows, vocabulary]`."""
+    rows, vocab_size = logits.shape
+    width = -(-vocab_size // size)
+    padded = torch.full((rows, width * size), float("-inf"), dtype=logits.dtype)
+    padded[:, :vocab_size] = logits
+
+    def run(tp: TensorParallel) -> T:
+        head = LMHead(torch.zeros(width, 1), vocab_size, tp, ops)
+        return work(padded[:, tp.rank * width : (tp.rank + 1) * width], head)
+
+    return run_ranks(size, run, operands)
 
 
 def load_target_rank(
