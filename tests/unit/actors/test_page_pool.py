@@ -77,16 +77,16 @@ def test_more_than_is_free_is_our_bug() -> None:
 
 
 @pytest.mark.parametrize("pages", [[0], [2], [4], [1, 1]])
-def test_freeing_what_is_not_owned_is_our_bug(pages: list[int]) -> None:
+def test_freeing_what_is_not_held_is_our_bug(pages: list[int]) -> None:
     pool = PagePool(4)
     assert pool.allocate(1) == [1]
-    with pytest.raises(AssertionError, match="is not owned"):
+    with pytest.raises(AssertionError, match="is not held"):
         pool.free(pages)
 
 
 def test_check_finds_a_lost_page() -> None:
     pool = PagePool(4)
     pool.allocate(1)
-    pool._owned.clear()
+    pool._holders.clear()
     with pytest.raises(AssertionError):
         pool.check()
