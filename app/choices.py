@@ -96,9 +96,9 @@ class CompletionChoice:
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """None where there is nothing to tell yet."""
-        if self._begun or not self._report.echo:
-            if not delta.text and not _tells_tokens(delta, self._report):
-                return None
+        echoes = self._report.echo is not None and not self._begun
+        if not echoes and not delta.text and not _tells_tokens(delta, self._report):
+            return None
         return self._choice(delta, None)
 
     def closing(self, finish: Finish) -> dict[str, Any]:

@@ -5,23 +5,22 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from actors.errors import EngineDead, RequestRejected
 from app import openai, responses
 from app.choices import ChatChoice, CompletionChoice, Report
 from app.errors import to_fault
 from app.generation import Chat, Delta, Generation, GenerationInput, Prompt
+from app.http_faults import FaultMiddleware, invalid_body, no_such_route, request_id_of
 from app.service import Service
 from app.sse import ChunkEvents, error_event
-from app.strict import rejection
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +42,9 @@ class HttpApi:
         app.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
         app.add_api_route("/v1/models", self.models, methods=["GET"])
         app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_exception_handler(RequestValidationError, _invalid_body)
-        app.add_exception_handler(HTTPException, _no_such_route)
-        app.add_middleware(_FaultMiddleware)
+        app.add_exception_handler(RequestValidationError, invalid_body)
+        app.add_exception_handler(HTTPException, no_such_route)
+        app.add_middleware(FaultMiddleware)
         return app
 
     async def chat(self, body: openai.ChatRequest, request: Request) -> Response:
@@ -59,17 +58,12 @@ class HttpApi:
 
     async def complete(self, body: openai.CompletionRequest, request: Request) -> Response:
         generation = await self._start(body, body.prompts, "cmpl")
-        tokenizer = self._service.tokenizer
-        texts = [
-            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True)
-            for prompt in body.prompts
-        ]
         choices = [
             CompletionChoice(
                 index,
                 token_ids,
-                _report(body, echo=texts[index // body.num_choices] if body.echo else None),
-                tokenizer.token_bytes,
+                _report(body, echo=self._echo(body, index // body.num_choices)),
+                self._service.tokenizer.token_bytes,
             )
             for index, token_ids in enumerate(generation.prompt_of_choices)
         ]
@@ -118,6 +112,15 @@ class HttpApi:
             )
         )
 
+    def _echo(self, body: openai.CompletionRequest, index: int) -> str | None:
+        """The text of a prompt, if it is asked for."""
+        if not body.echo:
+            return None
+        prompt = body.prompts[index]
+        if isinstance(prompt, str):
+            return prompt
+        return self._service.tokenizer.decode(prompt, special=True)
+
     async def _answer(
         self,
         body: openai.GenerationRequest,
@@ -134,7 +137,7 @@ class HttpApi:
             events = ChunkEvents(head, choices, include_usage=body.include_usage)
             # Until the first token is there, an error can still have a status of its own.
             first = await anext(generation.deltas)
-            stream = _events(first, generation, events, _request_id(request))
+            stream = _events(first, generation, events, request_id_of(request))
             return _EventStream(stream, generation)
         deltas = await generation.result()
         wholes = [choice.whole(delta) for choice, delta in zip(choices, deltas, strict=True)]
@@ -194,65 +197,3 @@ def _report(body: openai.GenerationRequest, *, echo: str | None = None) -> Repor
         token_ids=bool(body.return_token_ids),
         echo=echo,
     )
-
-
-class _FaultMiddleware:
-    """Answers with the table's fault where the application raised before it answered."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        answered = False
-
-        async def watch(message: Message) -> None:
-            nonlocal answered
-            answered = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        except Exception as error:
-            if answered:
-                raise
-            await _fault_response(error, HTTPConnection(scope))(scope, receive, send)
-
-
-async def _invalid_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    found = [{**e, "loc": e["loc"][1:]} for e in error.errors()]  # each begins with "body"
-    return _fault_response(rejection(found), request)
-
-
-async def _no_such_route(request: Request, error: Exception) -> Response:
-    """404, 405, and bodies that are not even text: the router's own errors have a status."""
-    assert isinstance(error, HTTPException)
-    detail = responses.ErrorDetail(
-        message=f"{error.detail} ({request.method} {request.url.path})",
-        type="invalid_request_error",
-        param=None,
-        code=None,
-    )
-    return _error_response(responses.ErrorBody(error=detail), error.status_code, error.headers)
-
-
-def _fault_response(error: Exception, connection: HTTPConnection) -> Response:
-    fault = to_fault(error, _request_id(connection))
-    wait_s = fault.kind.retry_after_s
-    headers = None if wait_s is None else {"retry-after": str(wait_s)}
-    return _error_response(responses.error_body(fault), fault.kind.http_status, headers)
-
-
-def _error_response(
-    body: responses.ErrorBody, status: int, headers: Mapping[str, str] | None
-) -> Response:
-    """ASCII only: a message may quote what the client sent, be it valid Unicode or not."""
-    content = json.dumps(body.model_dump())
-    return Response(content, status, headers, media_type="application/json")
-
-
-def _request_id(connection: HTTPConnection) -> str:
-    return connection.headers.get("x-request-id", "without id")

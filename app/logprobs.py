@@ -101,8 +101,8 @@ class CompletionLogprobs:
         paired = list(zip(token_ids, logprobs, strict=True))
         return {
             "tokens": [self._tokens.text(token_id) for token_id in token_ids],
-            "token_logprobs": [at and _finite(at.logprob) for at in logprobs],
-            "top_logprobs": [at and self._top(token_id, at) for token_id, at in paired],
+            "token_logprobs": [_finite(at.logprob) if at else None for at in logprobs],
+            "top_logprobs": [self._top(token_id, at) if at else None for token_id, at in paired],
             "text_offset": offsets,
         }
 

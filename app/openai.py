@@ -109,7 +109,9 @@ class GenerationRequest(SamplingFields):
 
     @property
     def wants_drafts(self) -> bool:
-        return bool(self.speculative and self.speculative.enabled)
+        """Whether it makes no sense without a drafter."""
+        wanted = self.speculative
+        return wanted is not None and bool(wanted.enabled or wanted.max_draft_tokens)
 
     @property
     def max_draft_tokens(self) -> int | None:

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from actors.errors import RequestRejected
-from actors.limits import MAX_LOGPROBS
+from actors.limits import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from actors.messages import SamplingParams
 from app.response_format import GuideFields
 from app.strict import Text
@@ -50,8 +50,8 @@ class SamplingFields(GuideFields):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, _Finite, Field(gt=0)] | None = None
-    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=300)] | None = None
-    bad_words: Annotated[list[_Word], Field(max_length=64)] | None = None
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    bad_words: Annotated[list[_Word], Field(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     stop_token_ids: list[int] | None = None

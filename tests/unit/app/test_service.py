@@ -1,13 +1,14 @@
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from actors.config import EngineConfig
 from actors.errors import EngineDead, PromptTooLong, RequestRejected
-from actors.messages import TokenChunk
-from app.generation import Chat, Delta, GenerationInput, Result
+from actors.messages import SamplingParams, TokenChunk
+from app.generation import Chat, Delta, GenerationInput, Prompt
 from app.service import Engine, ModelNotFound, Service
 from app.tokenizer import Tokenizer
 from tests.unit.app.fakes import EOS, MAX_MODEL_LEN, STATS, Recital, replay
@@ -15,20 +16,24 @@ from tests.unit.app.fakes import EOS, MAX_MODEL_LEN, STATS, Recital, replay
 HELLO = Chat(({"role": "user", "content": "hello"},))
 
 
-def wanted(**changes: Any) -> GenerationInput:
-    return replace(GenerationInput(request_id="r", prompt=HELLO), **changes)
+def wanted(
+    *, prompt: Prompt = HELLO, sampling: dict[str, Any] | None = None, **changes: Any
+) -> GenerationInput:
+    chosen = partial(SamplingParams, **(sampling or {}))
+    return replace(GenerationInput(request_id="r", prompts=(prompt,), sampling=chosen), **changes)
 
 
-def generate(service: Service, request: GenerationInput) -> Result:
-    async def run() -> Result:
-        return await (await service.start(request)).result()
+def generate(service: Service, request: GenerationInput) -> Delta:
+    async def run() -> Delta:
+        (whole,) = await (await service.start(request)).result()
+        return whole
 
     return asyncio.run(run())
 
 
 def deltas(service: Service, request: GenerationInput) -> list[Delta]:
     async def run() -> list[Delta]:
-        return [delta async for delta in (await service.start(request)).deltas]
+        return [delta async for _, delta in (await service.start(request)).deltas]
 
     return asyncio.run(run())
 
@@ -55,7 +60,7 @@ def test_the_ending_token_is_counted_but_not_read(make: Any, tokenizer: Tokenize
 def test_a_stop_id_with_a_text_of_its_own_is_not_read(make: Any, tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("hello") + tokenizer.encode("!")
     engine = Recital(tokens)
-    result = generate(make(engine), wanted(stop_token_ids=(tokens[-1],)))
+    result = generate(make(engine), wanted(sampling={"stop_token_ids": (tokens[-1],)}))
     assert result.text == "hello"
     assert engine.requests[0].sampling.stop_token_ids == (tokens[-1],)
 
@@ -200,7 +205,7 @@ def test_a_prompt_must_leave_room_for_one_token(make: Any, length: int) -> None:
         ({"prompt": (10, 11), "max_tokens": 63}, "max_tokens"),
         ({"prompt": (10,), "max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 64, "max_tokens_param": "max_completion_tokens"}, "max_completion_tokens"),
-        ({"stop_token_ids": (5, 300)}, "stop_token_ids"),
+        ({"sampling": {"stop_token_ids": (5, 300)}}, "stop_token_ids"),
         ({"prompt": Chat(({"role": "tool", "content": "x"},))}, "messages"),
         ({"prompt": Chat(({"role": "user", "content": "日" * 30},))}, "messages"),
     ],
