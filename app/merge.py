@@ -17,20 +17,23 @@ class _End:
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """The items of all `streams` as they come, each behind its stream's index.
 
-    Nothing is read ahead of the consumer but one item per stream. The first stream to fail fails
+    No stream is read far ahead of the consumer. The first stream to fail fails
     the whole, and however it ends, every stream is closed by then.
     """
-    queue: asyncio.Queue[tuple[int, T] | _End] = asyncio.Queue(maxsize=1)
+    # One slot per stream: who waits for a bounded queue may be passed by those who do not.
+    free = [asyncio.Semaphore() for _ in streams]
+    queue: asyncio.Queue[tuple[int, T] | _End] = asyncio.Queue()
 
     async def read(index: int, stream: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    await queue.put((index, item))
+                    await free[index].acquire()
+                    queue.put_nowait((index, item))
         except Exception as error:
-            await queue.put(_End(error))
+            queue.put_nowait(_End(error))
         else:
-            await queue.put(_End())
+            queue.put_nowait(_End())
 
     readers = [asyncio.create_task(read(i, stream)) for i, stream in enumerate(streams)]
     num_open = len(readers)
@@ -38,6 +41,7 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         while num_open:
             item = await queue.get()
             if not isinstance(item, _End):
+                free[item[0]].release()
                 yield item
             elif item.error is not None:
                 raise item.error
