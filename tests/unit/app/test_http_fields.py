@@ -148,6 +148,17 @@ def test_bad_words_reach_the_engine(
 
 
 @BOTH
+@pytest.mark.parametrize("stop", ["sat", ["never", "sat"]])
+def test_a_stop_string_ends_the_text(
+    make_app: MakeApp, tokenizer: Tokenizer, path: str, body: dict[str, Any], stop: Any
+) -> None:
+    app = make_app(Recital(tokenizer.encode("the cat sat on" + EOS)))
+    (choice,) = answer(app, path, body | {"stop": stop})["choices"]
+    text = choice["message"]["content"] if body is CHAT else choice["text"]
+    assert (text, choice["finish_reason"]) == ("the cat ", "stop")
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("sent", "name", "value"),
     [
