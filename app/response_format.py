@@ -25,12 +25,12 @@ def _source_of(schema: Any) -> str:
 
 def _source_of_either(schema: Any) -> str:
     """vLLM takes a schema as JSON in a string too."""
-    if not isinstance(schema, str):
-        return _source_of(schema)
-    try:
-        return _source_of(json.loads(schema))
-    except (ValueError, RecursionError) as error:
-        raise RequestRejected(f"this schema is not valid JSON: {error}") from None
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestRejected(f"this schema is not valid JSON: {error}") from None
+    return _source_of(schema)
 
 
 _Schema = Annotated[str, BeforeValidator(_source_of_either)]

@@ -49,7 +49,9 @@ class Service:
         Raises `RequestRejected` naming the field that can't be served, `PromptTooLong`.
         """
         check_scheduling(self._config, wanted.priority, wanted.max_draft_tokens)
-        bad_words = await asyncio.to_thread(self._banned, wanted.bad_words)
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if wanted.bad_words:
+            bad_words = await asyncio.to_thread(self._banned, wanted.bad_words)
         prompts: list[tuple[int, ...]] = []
         streams: list[AsyncGenerator[Delta, None]] = []
         for prompt in wanted.prompts:
