@@ -2,19 +2,26 @@
 
 import ipaddress
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 from pydantic import ValidationError
 from ray.serve.grpc_util import RayServegRPCContext
 
 from actors.errors import RequestRejected
+from actors.messages import Guide, SamplingParams, TokenLogprobs
 from app import openai
 from app.errors import PeerRefused, to_fault
-from app.generation import Chat, Finish, Generation, GenerationInput, Usage
+from app.generation import Chat, Delta, Generation, GenerationInput, Prompt, Usage
 from app.protos import dflash_pb2 as pb
+from app.response_format import choice_guide
+from app.sampling_fields import DEFAULT_TEMPERATURE
 from app.service import Service
+from app.strict import rejection
+from app.token_bytes import TokenBytes
 
 _FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
@@ -37,14 +44,8 @@ class GrpcApi:
         request_id = _new_id()
         try:
             generation = await self._start(request, request_id, context)
-            result = await generation.result()
-            return pb.GenerateResponse(
-                id=generation.request_id,
-                text=result.text,
-                token_ids=result.token_ids,
-                finish_reason=_FINISH_REASONS[result.finish.reason],
-                usage=_usage(result.finish.usage),
-            )
+            (whole,) = await generation.result()
+            return pb.GenerateResponse(**self._fields(generation, whole))
         except Exception as error:
             _set_status(context, error, request_id)
             raise
@@ -57,8 +58,8 @@ class GrpcApi:
         try:
             generation = await self._start(request, request_id, context)
             async with aclosing(generation.deltas):
-                async for delta in generation.deltas:
-                    yield _chunk(generation, delta.text, delta.token_ids, delta.finish)
+                async for _, delta in generation.deltas:
+                    yield pb.GenerateChunk(**self._fields(generation, delta))
         except Exception as error:
             _set_status(context, error, request_id)
             raise
@@ -75,13 +76,34 @@ class GrpcApi:
         return await self._service.start(
             GenerationInput(
                 request_id=request_id,
-                prompt=_prompt(request),
+                prompts=(_prompt(request),),
+                sampling=_sampling(request),
                 max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+                seed=request.seed if request.HasField("seed") else None,
+                bad_words=tuple(request.bad_words),
                 stop=tuple(request.stop),
-                stop_token_ids=tuple(request.stop_token_ids),
-                ignore_eos=request.ignore_eos,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                max_draft_tokens=(
+                    request.max_draft_tokens if request.HasField("max_draft_tokens") else None
+                ),
             )
         )
+
+    def _fields(self, generation: Generation, delta: Delta) -> dict[str, Any]:
+        """The fields that a response and a chunk have in common."""
+        (prompt,) = generation.prompts
+        tokens = self._service.tokenizer.token_bytes
+        finish = delta.finish
+        return {
+            "id": generation.request_id,
+            "text": delta.text,
+            "token_ids": delta.token_ids,
+            "finish_reason": _FINISH_REASONS[finish.reason] if finish else None,
+            "usage": _usage(finish.usage) if finish else None,
+            "logprobs": _logprobs(tokens, delta.token_ids, delta.logprobs),
+            "prompt_logprobs": _logprobs(tokens, prompt, delta.prompt_logprobs),
+        }
 
 
 def is_local(peer: str) -> bool:
@@ -100,7 +122,7 @@ def is_local(peer: str) -> bool:
     return (mapped or ip).is_loopback
 
 
-def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...] | Chat:
+def _prompt(request: pb.GenerateRequest) -> Prompt:
     """Raises `RequestRejected` where there is none, or a message is not one."""
     kind = request.WhichOneof("input")
     if kind == "prompt":
@@ -115,20 +137,66 @@ def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...] | Chat:
             for m in request.messages.messages
         ]
     except ValidationError as error:
-        raise openai.rejection(error.errors()) from None
+        raise rejection(error.errors()) from None
     return Chat(tuple(message.for_template() for message in messages))
 
 
-def _chunk(
-    generation: Generation, text: str, token_ids: tuple[int, ...], finish: Finish | None
-) -> pb.GenerateChunk:
-    return pb.GenerateChunk(
-        id=generation.request_id,
-        text=text,
-        token_ids=token_ids,
-        finish_reason=_FINISH_REASONS[finish.reason] if finish else None,
-        usage=_usage(finish.usage) if finish else None,
+def _sampling(request: pb.GenerateRequest) -> partial[SamplingParams]:
+    """Raises `RequestRejected` where there is a guide of no kind."""
+    return partial(
+        SamplingParams,
+        temperature=(
+            request.temperature if request.HasField("temperature") else DEFAULT_TEMPERATURE
+        ),
+        top_p=request.top_p if request.HasField("top_p") else 1.0,
+        top_k=0 if request.top_k == -1 else request.top_k,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=(
+            request.repetition_penalty if request.HasField("repetition_penalty") else 1.0
+        ),
+        logit_bias=tuple(request.logit_bias.items()),
+        min_tokens=request.min_tokens,
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        guide=_guide(request.guide) if request.HasField("guide") else None,
     )
+
+
+def _guide(guide: pb.Guide) -> Guide | None:
+    kind = guide.WhichOneof("kind")
+    if kind is None:
+        raise RequestRejected("one of the kinds of guide is required", "guide")
+    if kind == "json_object":
+        return Guide(kind="json_object") if guide.json_object else None
+    if kind == "choices":
+        if not guide.choices.choices or not all(guide.choices.choices):
+            raise RequestRejected("choices holds an empty string, or none", "guide.choices")
+        return choice_guide(guide.choices.choices)
+    return Guide(kind=kind, source=getattr(guide, kind))
+
+
+def _logprobs(
+    tokens: TokenBytes, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+) -> list[pb.TokenLogprobs]:
+    if not logprobs:
+        return []
+    return [
+        pb.TokenLogprobs(
+            token_id=token_id,
+            token=tokens(token_id),
+            logprob=at.logprob if at else None,
+            rank=at.rank if at else None,
+            top=[
+                pb.TopLogprob(token_id=other, token=tokens(other), logprob=logprob)
+                for other, logprob in (at.top if at else ())
+            ],
+        )
+        for token_id, at in zip(token_ids, logprobs, strict=True)
+    ]
 
 
 def _usage(usage: Usage) -> pb.Usage:
@@ -145,6 +213,7 @@ def _usage(usage: Usage) -> pb.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         speculative=speculative,
+        cached_tokens=usage.cached_tokens,
     )
 
 

@@ -5,26 +5,25 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from actors.errors import EngineDead
+from actors.errors import EngineDead, RequestRejected
 from app import openai, responses
+from app.choices import ChatChoice, CompletionChoice, Report
 from app.errors import to_fault
-from app.generation import Chat, Delta, Generation, GenerationInput
+from app.generation import Chat, Delta, Generation, GenerationInput, Prompt
+from app.http_faults import FaultMiddleware, invalid_body, no_such_route, request_id_of
 from app.service import Service
 from app.sse import ChunkEvents, error_event
 
 logger = logging.getLogger(__name__)
 
-# OpenAI's default for completions; a chat gets all that fits.
-_COMPLETION_MAX_TOKENS = 16
 _HEALTH_TIMEOUT_S = 10.0
 
 
@@ -43,18 +42,32 @@ class HttpApi:
         app.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
         app.add_api_route("/v1/models", self.models, methods=["GET"])
         app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_exception_handler(RequestValidationError, _invalid_body)
-        app.add_exception_handler(HTTPException, _no_such_route)
-        app.add_middleware(_FaultMiddleware)
+        app.add_exception_handler(RequestValidationError, invalid_body)
+        app.add_exception_handler(HTTPException, no_such_route)
+        app.add_middleware(FaultMiddleware)
         return app
 
     async def chat(self, body: openai.ChatRequest, request: Request) -> Response:
-        messages = tuple(message.for_template() for message in body.messages)
-        return await self._answer(body, Chat(messages), request)
+        prompt = Chat(tuple(message.for_template() for message in body.messages))
+        generation = await self._start(body, (prompt,), "chatcmpl")
+        choices = [
+            ChatChoice(index, token_ids, _report(body), self._service.tokenizer.token_bytes)
+            for index, token_ids in enumerate(generation.prompt_of_choices)
+        ]
+        return await self._answer(body, generation, choices, request)
 
     async def complete(self, body: openai.CompletionRequest, request: Request) -> Response:
-        prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
-        return await self._answer(body, prompt, request)
+        generation = await self._start(body, body.prompts, "cmpl")
+        choices = [
+            CompletionChoice(
+                index,
+                token_ids,
+                _report(body, echo=self._echo(body, index // body.num_choices)),
+                self._service.tokenizer.token_bytes,
+            )
+            for index, token_ids in enumerate(generation.prompt_of_choices)
+        ]
+        return await self._answer(body, generation, choices, request)
 
     async def models(self) -> responses.ModelList:
         card = responses.ModelCard(
@@ -73,42 +86,69 @@ class HttpApi:
             raise EngineDead("the engine is not healthy") from error
         return {"status": "ok"}
 
+    async def _start(
+        self, body: openai.GenerationRequest, prompts: tuple[Prompt, ...], kind: str
+    ) -> Generation:
+        """The generation that `body` asks for, of the `kind` that its id begins with."""
+        self._service.check_model(body.model)
+        if body.wants_drafts and not self._service.speculative:
+            raise RequestRejected("this model is served without a drafter", "speculative")
+        max_tokens_param, max_tokens = body.limit
+        return await self._service.start(
+            GenerationInput(
+                request_id=f"{kind}-{uuid.uuid4().hex}",
+                prompts=prompts,
+                sampling=body.sampling,
+                num_choices=body.num_choices,
+                max_tokens=max_tokens,
+                max_tokens_param=max_tokens_param,
+                default_max_tokens=body.default_max_tokens,
+                seed=body.seed,
+                bad_words=tuple(body.bad_words or ()),
+                stop=body.stop_strings,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                max_draft_tokens=body.max_draft_tokens,
+            )
+        )
+
+    def _echo(self, body: openai.CompletionRequest, index: int) -> str | None:
+        """The text of a prompt, if it is asked for."""
+        if not body.echo:
+            return None
+        prompt = body.prompts[index]
+        if isinstance(prompt, str):
+            return prompt
+        return self._service.tokenizer.decode(prompt, special=True)
+
     async def _answer(
         self,
         body: openai.GenerationRequest,
-        prompt: str | tuple[int, ...] | Chat,
+        generation: Generation,
+        choices: Sequence[ChatChoice | CompletionChoice],
         request: Request,
     ) -> Response:
-        self._service.check_model(body.model)
-        chat = isinstance(prompt, Chat)
-        max_tokens_param, max_tokens = body.limit
-        generation = await self._service.start(
-            GenerationInput(
-                request_id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-                prompt=prompt,
-                max_tokens=max_tokens,
-                max_tokens_param=max_tokens_param,
-                default_max_tokens=None if chat else _COMPLETION_MAX_TOKENS,
-                stop=body.stop_strings,
-                stop_token_ids=tuple(body.stop_token_ids or ()),
-                ignore_eos=bool(body.ignore_eos),
-                seed=body.seed or 0,
-            )
-        )
-        id, created, model = generation.request_id, int(time.time()), self._service.model_name
+        head = {
+            "id": generation.request_id,
+            "created": int(time.time()),
+            "model": self._service.model_name,
+        }
         if body.stream:
-            include_usage = body.include_usage
-            events = ChunkEvents(
-                id=id, created=created, model=model, chat=chat, include_usage=include_usage
-            )
+            events = ChunkEvents(head, choices, include_usage=body.include_usage)
             # Until the first token is there, an error can still have a status of its own.
             first = await anext(generation.deltas)
-            stream = _events(first, generation, events, _request_id(request))
+            stream = _events(first, generation, events, request_id_of(request))
             return _EventStream(stream, generation)
-        result = await generation.result()
-        respond = responses.chat_completion if chat else responses.completion
-        answer = respond(id=id, created=created, model=model, result=result)
-        return Response(answer.model_dump_json(), media_type="application/json")
+        deltas = await generation.result()
+        wholes = [choice.whole(delta) for choice, delta in zip(choices, deltas, strict=True)]
+        answer = {
+            **head,
+            "object": choices[0].whole_object,
+            "choices": wholes,
+            "usage": responses.usage_body(generation.usage(deltas)).model_dump(),
+            **choices[0].about_prompt(deltas[0]),
+        }
+        return Response(json.dumps(answer), media_type="application/json")
 
 
 class _EventStream(StreamingResponse):
@@ -128,81 +168,32 @@ class _EventStream(StreamingResponse):
 
 
 async def _events(
-    first: Delta, generation: Generation, events: ChunkEvents, request_id: str
+    first: tuple[int, Delta], generation: Generation, events: ChunkEvents, request_id: str
 ) -> AsyncGenerator[str, None]:
     opening = events.opening()
     if opening:
         yield opening
+    last: dict[int, Delta] = {}
     try:
-        delta = first
+        index, delta = first
         while True:
-            if delta.text:
-                yield events.text(delta.text)
-            if delta.finish:
+            text = events.push(index, delta)
+            if text:
+                yield text
+            last[index] = delta
+            try:
+                index, delta = await anext(generation.deltas)
+            except StopAsyncIteration:
                 break
-            delta = await anext(generation.deltas)
-        yield events.closing(delta.finish.reason, delta.finish.usage)
+        yield events.closing(generation.usage([last[index] for index in sorted(last)]))
     except Exception as error:  # the status is out, so the stream has to say it
         yield error_event(to_fault(error, request_id))
 
 
-class _FaultMiddleware:
-    """Answers with the table's fault where the application raised before it answered."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        answered = False
-
-        async def watch(message: Message) -> None:
-            nonlocal answered
-            answered = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        except Exception as error:
-            if answered:
-                raise
-            await _fault_response(error, HTTPConnection(scope))(scope, receive, send)
-
-
-async def _invalid_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    found = [{**e, "loc": e["loc"][1:]} for e in error.errors()]  # each begins with "body"
-    return _fault_response(openai.rejection(found), request)
-
-
-async def _no_such_route(request: Request, error: Exception) -> Response:
-    """404, 405, and bodies that are not even text: the router's own errors have a status."""
-    assert isinstance(error, HTTPException)
-    detail = responses.ErrorDetail(
-        message=f"{error.detail} ({request.method} {request.url.path})",
-        type="invalid_request_error",
-        param=None,
-        code=None,
+def _report(body: openai.GenerationRequest, *, echo: str | None = None) -> Report:
+    return Report(
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=bool(body.return_token_ids),
+        echo=echo,
     )
-    return _error_response(responses.ErrorBody(error=detail), error.status_code, error.headers)
-
-
-def _fault_response(error: Exception, connection: HTTPConnection) -> Response:
-    fault = to_fault(error, _request_id(connection))
-    wait_s = fault.kind.retry_after_s
-    headers = None if wait_s is None else {"retry-after": str(wait_s)}
-    return _error_response(responses.error_body(fault), fault.kind.http_status, headers)
-
-
-def _error_response(
-    body: responses.ErrorBody, status: int, headers: Mapping[str, str] | None
-) -> Response:
-    """ASCII only: a message may quote what the client sent, be it valid Unicode or not."""
-    content = json.dumps(body.model_dump())
-    return Response(content, status, headers, media_type="application/json")
-
-
-def _request_id(connection: HTTPConnection) -> str:
-    return connection.headers.get("x-request-id", "without id")

@@ -1,126 +1,62 @@
 """The requests of OpenAI's API that we answer. A field acts, or it is refused by name."""
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from actors.errors import RequestRejected
+from app.sampling_fields import NumLogprobs, SamplingFields
+from app.strict import Inert, Strict, Text
 
-# Fields that do nothing yet, each with the values that ask for nothing; null always does.
-_Inert = Mapping[str, tuple[Any, ...]]
-
-_INERT_OPTIONS: _Inert = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
-_INERT_MESSAGE: _Inert = {
-    "name": (),
-    "refusal": (),
-    "audio": (),
-    "function_call": (),
-    "annotations": ([],),
-    "tool_calls": ([],),
-}
-_INERT_COMMON: _Inert = {
-    "temperature": (0,),
-    "top_p": (1,),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    # vLLM's extensions
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "repetition_penalty": (1,),
-}
-_INERT_COMPLETION: _Inert = {
-    **_INERT_COMMON,
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (),
-    "suffix": (),
-}
-_INERT_CHAT: _Inert = {
-    **_INERT_COMMON,
-    "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logprobs": (False,),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "prediction": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "top_logprobs": (0,),
-}
-_WHY: Mapping[str, str] = {"temperature": "sampling is not available yet"}
+# Of all prompts of a request: an engine takes at least twice as many requests.
+_MAX_CHOICES = 256
 
 
-def _drop_inert(values: Any, inert: _Inert) -> Any:
-    """`values` without its inert fields. Raises `RequestRejected` where one asks for something."""
-    if not isinstance(values, dict):
-        return values
-    for name, value in values.items():
-        if name in inert and value is not None and not _among(value, inert[name]):
-            allowed = " or ".join(repr(v) for v in (*inert[name], None))
-            why = _WHY.get(name, "this is not available yet")
-            raise RequestRejected(f"{name} is {value!r:.80}: {why}, only {allowed}", name)
-    return {name: value for name, value in values.items() if name not in inert}
-
-
-def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Membership that does not take true for 1."""
-    return any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)
-
-
-def _whole(text: str) -> str:
-    """JSON may hold half a surrogate pair, which is no text."""
-    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-        raise PydanticCustomError("surrogate", "Holds half a surrogate pair: not valid Unicode")
-    return text
-
-
-_Text = Annotated[str, AfterValidator(_whole)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
-    inert: ClassVar[_Inert] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_inert(cls, values: Any) -> Any:
-        return _drop_inert(values, cls.inert)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
 
-    inert: ClassVar[_Inert] = _INERT_OPTIONS
+    inert: ClassVar[Inert] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
 
-class TextPart(_Strict):
+class Speculative(Strict):
+    """Our extension: whether to draft, and how many drafts a step may verify."""
+
+    enabled: bool | None = None
+    max_draft_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+    @model_validator(mode="after")
+    def _off_drafts_nothing(self) -> Self:
+        if self.enabled is False and self.max_draft_tokens:
+            raise RequestRejected(
+                f"max_draft_tokens is {self.max_draft_tokens} although enabled is false",
+                "max_draft_tokens",
+            )
+        return self
+
+
+class TextPart(Strict):
     type: Literal["text"]
-    text: _Text
+    text: Text
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message of a chat. `tool_call_id` goes to the chat template with a tool's message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Text | list[TextPart]
-    tool_call_id: _Text | None = None
+    content: Text | list[TextPart]
+    tool_call_id: Text | None = None
 
-    inert: ClassVar[_Inert] = _INERT_MESSAGE
+    inert: ClassVar[Inert] = {
+        "name": (),
+        "refusal": (),
+        "audio": (),
+        "function_call": (),
+        "annotations": ([],),
+        "tool_calls": ([],),
+    }
 
     @model_validator(mode="after")
-    def _only_tools_have_calls(self) -> "Message":
+    def _only_tools_have_calls(self) -> Self:
         if self.tool_call_id is not None and self.role != "tool":
             raise RequestRejected("tool_call_id is only for messages of role tool", "tool_call_id")
         return self
@@ -135,29 +71,31 @@ class Message(_Strict):
         return message | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
 
-_Stop = Annotated[_Text, Field(min_length=1)]
+class GenerationRequest(SamplingFields):
+    """What both endpoints take. `user` has no effect by OpenAI's definition.
 
-
-class GenerationRequest(_Strict):
-    """What both endpoints take. `stop_token_ids` and `ignore_eos` are vLLM's extensions.
-
-    `user` has no effect by OpenAI's definition, and `seed` none on a greedy result.
+    vLLM's extensions: `return_token_ids`, `priority` (lower goes first) and `cache_salt`.
     """
 
     model: str
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    cache_salt: Annotated[Text, Field(min_length=1)] | None = None
+    speculative: Speculative | None = None
     user: str | None = None
 
+    # Without a limit a chat gets all that fits.
+    default_max_tokens: ClassVar[int | None] = None
+
     @model_validator(mode="after")
-    def _options_need_stream(self) -> "GenerationRequest":
+    def _streams_differ(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise RequestRejected("stream_options is only for stream true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestRejected("prompt_logprobs is not for stream true", "prompt_logprobs")
         return self
 
     @property
@@ -170,20 +108,43 @@ class GenerationRequest(_Strict):
         return "max_tokens", self.max_tokens
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def wants_drafts(self) -> bool:
+        """Whether it makes no sense without a drafter."""
+        wanted = self.speculative
+        return wanted is not None and bool(wanted.enabled or wanted.max_draft_tokens)
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        if self.speculative is None:
+            return None
+        return 0 if self.speculative.enabled is False else self.speculative.max_draft_tokens
 
 
 class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions. `max_completion_tokens` is the newer `max_tokens`."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
 
-    inert: ClassVar[_Inert] = _INERT_CHAT
+    inert: ClassVar[Inert] = {
+        "audio": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True,),
+        "prediction": (),
+        "reasoning_effort": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "tool_choice": ("none",),
+        "tools": ([],),
+    }
 
     @model_validator(mode="after")
-    def _one_limit(self) -> "ChatRequest":
+    def _one_limit(self) -> Self:
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise RequestRejected(
@@ -192,61 +153,89 @@ class ChatRequest(GenerationRequest):
             )
         return self
 
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestRejected("top_logprobs is only for logprobs true", "top_logprobs")
+        return self
+
     @property
     def limit(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is None:
             return super().limit
         return "max_completion_tokens", self.max_completion_tokens
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _kind_of_prompt(prompt: Any) -> str:
+    if not isinstance(prompt, list):
+        return "Text"
+    first = prompt[0] if prompt else None
+    return "Texts" if isinstance(first, str) else "IdLists" if isinstance(first, list) else "Ids"
+
+
+_Prompt = Annotated[
+    Annotated[Text, Tag("Text")]
+    | Annotated[list[Text], Tag("Texts")]
+    | Annotated[list[int], Tag("Ids")]
+    | Annotated[list[list[int]], Tag("IdLists")],
+    Discriminator(_kind_of_prompt),
+]
+
 
 class CompletionRequest(GenerationRequest):
-    """The body of /v1/completions. A prompt is text or token ids, or a list of one of these."""
+    """The body of /v1/completions. A prompt is text or token ids; there may be a list of them."""
 
-    prompt: _Text | list[int]
+    default_max_tokens: ClassVar[int | None] = 16
 
-    inert: ClassVar[_Inert] = _INERT_COMPLETION
+    prompt: _Prompt
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    best_of: int | None = None
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _one_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
-            if len(prompt) > 1:
-                raise RequestRejected(f"prompt holds {len(prompt)} prompts; send one per request")
-            return prompt[0]
-        return prompt
+    inert: ClassVar[Inert] = {"suffix": ()}
+
+    @model_validator(mode="after")
+    def _fits_an_engine(self) -> Self:
+        num_prompts = len(self.prompts)
+        if num_prompts * self.num_choices > _MAX_CHOICES:
+            raise RequestRejected(
+                f"prompt holds {num_prompts} prompts and n is {self.num_choices}, "
+                f"at most {_MAX_CHOICES} choices are served",
+                "prompt",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_of_all(self) -> Self:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise RequestRejected(
+                f"best_of is {self.best_of}, only n, which is {self.num_choices}, is served",
+                "best_of",
+            )
+        return self
+
+    @property
+    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+        if isinstance(self.prompt, str):
+            return (self.prompt,)
+        if not self.prompt or isinstance(self.prompt[0], int):
+            return (_ids(self.prompt),)
+        return tuple(part if isinstance(part, str) else _ids(part) for part in self.prompt)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """An echoed prompt has as many as the output."""
+        wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in wanted if count is not None), default=None)
 
 
-def rejection(errors: Sequence[Any]) -> RequestRejected:
-    """pydantic's findings as one line, about the first of the deepest: those are the most exact."""
-    error = max(errors, key=lambda e: len(e["loc"]))
-    cause = error.get("ctx", {}).get("error")
-    if error["type"] == "json_invalid":
-        return RequestRejected(f"the body is not valid JSON: {cause}")
-    field = _path(error["loc"])
-    if isinstance(cause, RequestRejected):
-        names = [name for name in (field, cause.param) if name]
-        return RequestRejected(cause.message, ".".join(names) or None)
-    if not field:
-        return RequestRejected("the body must be a JSON object, sent as application/json")
-    if error["type"] == "extra_forbidden":
-        return RequestRejected(f"{field}: unknown field", field)
-    if error["type"] == "missing":
-        return RequestRejected(f"{field}: required", field)
-    return RequestRejected(f"{field}: {error['msg'][0].lower()}{error['msg'][1:]}", field)
-
-
-# pydantic puts the members of a union it tried into the path: a type, or a model.
-_UNION_MEMBER = re.compile(r"str|constrained-str|.*\[.*|[A-Z].*")
-
-
-def _path(location: Sequence[int | str]) -> str:
-    """`messages[0].content`"""
-    path = ""
-    for depth, part in enumerate(location):
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif depth == 0:
-            path = part
-        elif not _UNION_MEMBER.fullmatch(part):
-            path += f".{part}"
-    return path
+def _ids(prompt: Any) -> tuple[int, ...]:
+    return tuple(prompt)

@@ -1,13 +1,11 @@
-"""The bodies we answer with, in OpenAI's shape."""
+"""The bodies around what was generated, in OpenAI's shape."""
 
 from typing import Literal
 
 from pydantic import BaseModel
 
 from app.errors import Fault
-from app.generation import Result, Usage
-
-FinishReason = Literal["stop", "length"]
+from app.generation import Usage
 
 
 class Speculative(BaseModel):
@@ -19,51 +17,18 @@ class Speculative(BaseModel):
     mean_acceptance_length: float | None
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
 class UsageBody(BaseModel):
     """OpenAI's usage, and `speculative`: null without a drafter."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     speculative: Speculative | None
-
-
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    index: int = 0
-    message: AssistantMessage
-    logprobs: None = None
-    finish_reason: FinishReason
-
-
-class ChatCompletion(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageBody
-
-
-class CompletionChoice(BaseModel):
-    index: int = 0
-    text: str
-    logprobs: None = None
-    finish_reason: FinishReason
-
-
-class Completion(BaseModel):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageBody
 
 
 class ModelCard(BaseModel):
@@ -104,22 +69,9 @@ def usage_body(usage: Usage) -> UsageBody:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
         speculative=speculative,
     )
-
-
-def chat_completion(*, id: str, created: int, model: str, result: Result) -> ChatCompletion:
-    choice = ChatChoice(
-        message=AssistantMessage(content=result.text), finish_reason=result.finish.reason
-    )
-    usage = usage_body(result.finish.usage)
-    return ChatCompletion(id=id, created=created, model=model, choices=[choice], usage=usage)
-
-
-def completion(*, id: str, created: int, model: str, result: Result) -> Completion:
-    choice = CompletionChoice(text=result.text, finish_reason=result.finish.reason)
-    usage = usage_body(result.finish.usage)
-    return Completion(id=id, created=created, model=model, choices=[choice], usage=usage)
 
 
 def error_body(fault: Fault) -> ErrorBody:

@@ -1,14 +1,16 @@
 """Text in, text out: what HTTP and gRPC share. Knows nothing of either, nor of Ray."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Callable
 
 from actors.config import EngineConfig
 from actors.errors import EngineDead, RequestRejected
-from actors.limits import check_prompt, check_token_ids
-from actors.messages import GenerateRequest, SamplingParams, TokenChunk
-from app.generation import Chat, Delta, Finish, Generation, GenerationInput, Usage
-from app.stop_strings import StopStrings
+from actors.limits import check_prompt, check_sampling, check_scheduling
+from actors.messages import GenerateRequest, TokenChunk
+from app.generation import Chat, Delta, Generation, GenerationInput, Prompt
+from app.merge import merge
+from app.output import Output
 from app.tokenizer import IncrementalDetokenizer, Tokenizer
 
 # Closing the stream tells the engine to drop the request.
@@ -16,6 +18,7 @@ Engine = Callable[[GenerateRequest], AsyncGenerator[TokenChunk, None]]
 
 # Enough for any tokenizer to see that a text continues another.
 _CONTEXT_TOKENS = 5
+_SEED_BITS = 63
 
 
 class ModelNotFound(RequestRejected):
@@ -28,9 +31,9 @@ class Service:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, engine: Engine) -> None:
         self.model_name = config.served_model_name
         self.max_model_len = config.max_model_len
+        self.speculative = config.drafter is not None
+        self.tokenizer = tokenizer
         self._config = config
-        self._speculative = config.drafter is not None
-        self._tokenizer = tokenizer
         self._engine = engine
 
     def check_model(self, name: str) -> None:
@@ -45,31 +48,53 @@ class Service:
 
         Raises `RequestRejected` naming the field that can't be served, `PromptTooLong`.
         """
-        check_token_ids(self._config, wanted.stop_token_ids, "stop_token_ids")
-        prompt = await self._encode(wanted.prompt)
-        request = GenerateRequest(
+        check_scheduling(self._config, wanted.priority, wanted.max_draft_tokens)
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if wanted.bad_words:
+            bad_words = await asyncio.to_thread(self._banned, wanted.bad_words)
+        prompts: list[tuple[int, ...]] = []
+        streams: list[AsyncGenerator[Delta, None]] = []
+        for prompt in wanted.prompts:
+            token_ids = await self._encode(prompt)
+            prompts.append(token_ids)
+            # A chat answer begins a text, a completion continues its prompt.
+            context = () if isinstance(prompt, Chat) else token_ids[-_CONTEXT_TOKENS:]
+            max_tokens = self._max_tokens(len(token_ids), wanted)
+            seed = secrets.randbits(_SEED_BITS) if wanted.seed is None else wanted.seed
+            for choice in range(wanted.num_choices):
+                sampling = wanted.sampling(
+                    max_tokens=max_tokens, seed=seed, choice=choice, bad_words=bad_words
+                )
+                if choice == 0:
+                    check_sampling(self._config, sampling)
+                request = GenerateRequest(
+                    request_id=f"{wanted.request_id}-{len(streams)}",
+                    prompt_token_ids=token_ids,
+                    sampling=sampling,
+                    priority=wanted.priority,
+                    cache_salt=wanted.cache_salt,
+                    max_draft_tokens=wanted.max_draft_tokens,
+                )
+                detokenizer = IncrementalDetokenizer(self.tokenizer.decode, context)
+                output = Output(request, detokenizer, wanted.stop, speculative=self.speculative)
+                streams.append(self._run(request, output))
+        return Generation(
             request_id=wanted.request_id,
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(
-                max_tokens=self._max_tokens(len(prompt), wanted),
-                seed=wanted.seed,
-                stop_token_ids=wanted.stop_token_ids,
-                ignore_eos=wanted.ignore_eos,
-            ),
+            prompts=tuple(prompts),
+            num_choices=wanted.num_choices,
+            deltas=merge(streams),
         )
-        # A chat answer begins a text, a completion continues its prompt.
-        context = () if isinstance(wanted.prompt, Chat) else prompt[-_CONTEXT_TOKENS:]
-        detokenizer = IncrementalDetokenizer(self._tokenizer.decode, context)
-        output = _Output(len(prompt), detokenizer, StopStrings(wanted.stop), self._speculative)
-        return Generation(request_id=wanted.request_id, deltas=self._run(request, output))
 
-    async def _encode(self, prompt: str | tuple[int, ...] | Chat) -> tuple[int, ...]:
+    def _banned(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(ids) for word in words for ids in self.tokenizer.encode_banned(word))
+
+    async def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Long texts take long, so not on the event loop."""
         field = "messages" if isinstance(prompt, Chat) else "prompt"
         if isinstance(prompt, Chat):
-            ids = tuple(await asyncio.to_thread(self._tokenizer.encode_chat, prompt.messages))
+            ids = tuple(await asyncio.to_thread(self.tokenizer.encode_chat, prompt.messages))
         elif isinstance(prompt, str):
-            ids = tuple(await asyncio.to_thread(self._tokenizer.encode, prompt))
+            ids = tuple(await asyncio.to_thread(self.tokenizer.encode, prompt))
         else:
             ids = prompt
         check_prompt(self._config, ids, field)
@@ -88,9 +113,7 @@ class Service:
             )
         return wanted.max_tokens
 
-    async def _run(
-        self, request: GenerateRequest, output: "_Output"
-    ) -> AsyncGenerator[Delta, None]:
+    async def _run(self, request: GenerateRequest, output: Output) -> AsyncGenerator[Delta, None]:
         stream = self._engine(request)
         try:
             async for chunk in stream:
@@ -102,70 +125,3 @@ class Service:
             raise EngineDead("the engine's stream ended before the request did")
         finally:
             await stream.aclose()
-
-
-class _Output:
-    """The output of one request so far: which tokens arrived, and their text."""
-
-    def __init__(
-        self,
-        prompt_tokens: int,
-        detokenizer: IncrementalDetokenizer,
-        stop_strings: StopStrings,
-        speculative: bool,
-    ) -> None:
-        self._prompt_tokens = prompt_tokens
-        self._num_tokens = 0
-        self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
-        self._speculative = speculative
-
-    def push(self, chunk: TokenChunk) -> Delta:
-        """Raises `EngineDead` where the engine gave the request up."""
-        if chunk.finish_reason == "abort":
-            raise EngineDead("the engine gave the request up")
-        assert chunk.first_index <= self._num_tokens, "the engine left out tokens"
-        fresh = chunk.token_ids[self._num_tokens - chunk.first_index :]
-        # The token that ended the request is counted, but is no part of the text.
-        visible = fresh[:-1] if chunk.finish_reason == "stop" else fresh
-        text, stopped_by = self._read(visible, len(fresh), last=chunk.finish_reason is not None)
-        reason = chunk.finish_reason
-        speculation = chunk.speculation if self._speculative else None
-        if stopped_by is not None:
-            reason = "stop"
-            # The engine can't know of it, so its counters are cut here with the tokens.
-            speculation = speculation and speculation.without(len(fresh) - stopped_by)
-            fresh = fresh[:stopped_by]
-        self._num_tokens += len(fresh)
-        if reason is None:
-            return Delta(text=text, token_ids=fresh)
-        usage = Usage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._num_tokens,
-            speculation=speculation,
-        )
-        return Delta(text=text, token_ids=fresh, finish=Finish(reason=reason, usage=usage))
-
-    def _read(
-        self, token_ids: Sequence[int], num_fresh: int, *, last: bool
-    ) -> tuple[str, int | None]:
-        """The new text, and how many tokens it took to complete a stop string, if any did.
-
-        `token_ids` are those of the chunk's `num_fresh` new tokens that show in the text.
-        """
-        # One by one only where it matters which token completed a stop string.
-        groups = [(token,) for token in token_ids] if self._stop_strings else [token_ids]
-        text = ""
-        for num_read, group in enumerate(groups, start=1):
-            passed, stopped = self._stop_strings.push(self._detokenizer.push(group))
-            text += passed
-            if stopped:
-                return text, num_read
-        if last:
-            passed, stopped = self._stop_strings.push(self._detokenizer.flush())
-            text += passed
-            if stopped:
-                # Only the end of the output showed it, so no token came behind it.
-                return text, num_fresh
-            text += self._stop_strings.flush()
-        return text, None

@@ -1,10 +1,12 @@
 """Server-sent events of a streamed answer, in OpenAI's shape."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from app.choices import ChatChoice, CompletionChoice
 from app.errors import Fault
-from app.generation import Usage
+from app.generation import Delta, Usage
 from app.responses import error_body, usage_body
 
 DONE = "data: [DONE]\n\n"
@@ -21,41 +23,41 @@ def error_event(fault: Fault) -> str:
 
 
 class ChunkEvents:
-    """The chunks of one streamed answer, of a chat or of a completion."""
+    """The chunks of one streamed answer. `head` is what all of them have in common."""
 
     def __init__(
-        self, *, id: str, created: int, model: str, chat: bool, include_usage: bool
+        self,
+        head: dict[str, Any],
+        choices: Sequence[ChatChoice | CompletionChoice],
+        *,
+        include_usage: bool,
     ) -> None:
-        self._chat = chat
+        self._choices = choices
         self._include_usage = include_usage
-        self._head = {
-            "id": id,
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": created,
-            "model": model,
-        }
+        self._head = {**head, "object": choices[0].chunk_object}
 
     def opening(self) -> str:
-        """Who speaks: a chat's first chunk, and nothing for a completion."""
-        return self._chunk({"role": "assistant", "content": ""}, None) if self._chat else ""
+        """What comes before any token."""
+        return "".join(
+            self._chunk(opening, **choice.about_prompt())
+            for choice in self._choices
+            if (opening := choice.opening()) is not None
+        )
 
-    def text(self, text: str) -> str:
-        return self._chunk({"content": text} if self._chat else text, None)
+    def push(self, index: int, delta: Delta) -> str:
+        """What `delta` adds to choice `index`, then the end of the choice if it is its last."""
+        choice = self._choices[index]
+        chunk = choice.chunk(delta)
+        events = "" if chunk is None else self._chunk(chunk)
+        return events + (self._chunk(choice.closing(delta.finish)) if delta.finish else "")
 
-    def closing(self, finish_reason: str, usage: Usage) -> str:
-        """The finish reason, then usage where it was asked for, then `[DONE]`."""
-        events = self._chunk({} if self._chat else "", finish_reason)
-        if self._include_usage:
-            body = usage_body(usage).model_dump()
-            events += event(self._head | {"choices": [], "usage": body})
-        return events + DONE
+    def closing(self, usage: Usage) -> str:
+        """Usage where it was asked for, then `[DONE]`."""
+        if not self._include_usage:
+            return DONE
+        body = usage_body(usage).model_dump()
+        return event({**self._head, "choices": [], "usage": body}) + DONE
 
-    def _chunk(self, content: Any, finish_reason: str | None) -> str:
-        choice = {
-            "index": 0,
-            "delta" if self._chat else "text": content,
-            "logprobs": None,
-            "finish_reason": finish_reason,
-        }
+    def _chunk(self, choice: dict[str, Any], **beside: Any) -> str:
         usage = {"usage": None} if self._include_usage else {}
-        return event(self._head | {"choices": [choice]} | usage)
+        return event({**self._head, "choices": [choice], **beside, **usage})

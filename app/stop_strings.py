@@ -14,13 +14,20 @@ class StopStrings:
     def __bool__(self) -> bool:
         return bool(self._strings)
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that can go out, and whether a stop string was completed (it is left out)."""
+    def push(self, text: str, *, armed: bool = True) -> tuple[str, bool]:
+        """The text that can go out, and whether a stop string was completed (it is left out).
+
+        Only an `armed` text completes one, which may have begun before.
+        """
+        num_held = len(self._held)
         text = self._held + text
-        starts = [start for s in self._strings if (start := text.find(s)) >= 0]
-        if starts:
-            self._held = ""
-            return text[: min(starts)], True
+        if armed:
+            # What was held back may contain a shorter stop string that was not looked for then.
+            ends = ((s, max(0, num_held - len(s) + 1)) for s in self._strings)
+            starts = [start for s, first in ends if (start := text.find(s, first)) >= 0]
+            if starts:
+                self._held = ""
+                return text[: min(starts)], True
         keep = max((_overlap(text, s) for s in self._strings), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.errors import ConfigError, RequestRejected
+from app.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -14,6 +15,7 @@ class Tokenizer:
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
+        self.token_bytes = TokenBytes(hf_tokenizer)
         # A tokenizer saved with truncation on drops it in its first call, which would be a race.
         self.encode("")
 
@@ -44,6 +46,18 @@ class Tokenizer:
         ids: list[int] = self._hf.encode(text)
         return ids
 
+    def encode_banned(self, word: str) -> list[list[int]]:
+        """The ids of `word` wherever it may stand in a text.
+
+        They may differ behind a space (vLLM's rule: an own form is one of as many tokens that
+        begins with another).
+        """
+        word = word.lstrip()
+        alone: list[int] = self._hf.encode(word, add_special_tokens=False)
+        spaced: list[int] = self._hf.encode(f" {word}", add_special_tokens=False)
+        differs = len(spaced) == len(alone) and spaced[:1] != alone[:1]
+        return [alone, spaced] if differs else [alone]
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of `messages` in the checkpoint's chat template, up to the assistant's turn.
 
@@ -66,10 +80,10 @@ class Tokenizer:
             ) from None
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`; special tokens have none."""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of `token_ids`; special tokens have none, unless `special`."""
         text: str = self._hf.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
         return text
 

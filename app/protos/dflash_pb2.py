@@ -24,31 +24,43 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x61pp/protos/dflash.proto\x12\tdflash.v1\"\xff\x01\n\x0fGenerateRequest\x12\'\n\x08messages\x18\x01 \x01(\x0b\x32\x13.dflash.v1.MessagesH\x00\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.dflash.v1.TokenIdsH\x00\x12\x12\n\x05model\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x07\n\x05inputB\x08\n\x06_modelB\r\n\x0b_max_tokens\"0\n\x08Messages\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.dflash.v1.Message\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x90\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.dflash.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.dflash.v1.Usage\"\x8d\x01\n\rGenerateChunk\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.dflash.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.dflash.v1.Usage\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12+\n\x0bspeculative\x18\x03 \x01(\x0b\x32\x16.dflash.v1.Speculative\"\x92\x01\n\x0bSpeculative\x12\x14\n\x0cverify_steps\x18\x01 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\x12#\n\x16mean_acceptance_length\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x19\n\x17_mean_acceptance_length*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x97\x01\n\x06\x44\x46lash\x12\x43\n\x08Generate\x12\x1a.dflash.v1.GenerateRequest\x1a\x1b.dflash.v1.GenerateResponse\x12H\n\x0eGenerateStream\x12\x1a.dflash.v1.GenerateRequest\x1a\x18.dflash.v1.GenerateChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x61pp/protos/dflash.proto\x12\tdflash.v1\"\xd7\x06\n\x0fGenerateRequest\x12\'\n\x08messages\x18\x01 \x01(\x0b\x32\x13.dflash.v1.MessagesH\x00\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.dflash.v1.TokenIdsH\x00\x12\x12\n\x05model\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x18\n\x0btemperature\x18\t \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\n \x01(\x01H\x04\x88\x01\x01\x12\r\n\x05top_k\x18\x0b \x01(\x05\x12\r\n\x05min_p\x18\x0c \x01(\x01\x12\x11\n\x04seed\x18\r \x01(\x03H\x05\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0e \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0f \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x10 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x11 \x03(\x0b\x32).dflash.v1.GenerateRequest.LogitBiasEntry\x12\x11\n\tbad_words\x18\x12 \x03(\t\x12\x12\n\nmin_tokens\x18\x13 \x01(\r\x12\x15\n\x08logprobs\x18\x14 \x01(\rH\x07\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x15 \x01(\rH\x08\x88\x01\x01\x12\x1f\n\x05guide\x18\x16 \x01(\x0b\x32\x10.dflash.v1.Guide\x12\x10\n\x08priority\x18\x17 \x01(\x03\x12\x12\n\ncache_salt\x18\x18 \x01(\t\x12\x1d\n\x10max_draft_tokens\x18\x19 \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x13\n\x11_max_draft_tokens\"\x88\x01\n\x05Guide\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12%\n\x07\x63hoices\x18\x05 \x01(\x0b\x32\x12.dflash.v1.ChoicesH\x00\x42\x06\n\x04kind\"\x1a\n\x07\x43hoices\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"0\n\x08Messages\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.dflash.v1.Message\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xef\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.dflash.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.dflash.v1.Usage\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.dflash.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x18.dflash.v1.TokenLogprobs\"\xec\x01\n\rGenerateChunk\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.dflash.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.dflash.v1.Usage\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.dflash.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x18.dflash.v1.TokenLogprobs\"\x84\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x14\n\x07logprob\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\"\n\x03top\x18\x05 \x03(\x0b\x32\x15.dflash.v1.TopLogprobB\n\n\x08_logprob\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"}\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12+\n\x0bspeculative\x18\x03 \x01(\x0b\x32\x16.dflash.v1.Speculative\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x92\x01\n\x0bSpeculative\x12\x14\n\x0cverify_steps\x18\x01 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\x12#\n\x16mean_acceptance_length\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x19\n\x17_mean_acceptance_length*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x97\x01\n\x06\x44\x46lash\x12\x43\n\x08Generate\x12\x1a.dflash.v1.GenerateRequest\x1a\x1b.dflash.v1.GenerateResponse\x12H\n\x0eGenerateStream\x12\x1a.dflash.v1.GenerateRequest\x1a\x18.dflash.v1.GenerateChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'app.protos.dflash_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=957
-  _globals['_FINISHREASON']._serialized_end=1052
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=2136
+  _globals['_FINISHREASON']._serialized_end=2231
   _globals['_GENERATEREQUEST']._serialized_start=39
-  _globals['_GENERATEREQUEST']._serialized_end=294
-  _globals['_MESSAGES']._serialized_start=296
-  _globals['_MESSAGES']._serialized_end=344
-  _globals['_MESSAGE']._serialized_start=346
-  _globals['_MESSAGE']._serialized_end=386
-  _globals['_TOKENIDS']._serialized_start=388
-  _globals['_TOKENIDS']._serialized_end=411
-  _globals['_GENERATERESPONSE']._serialized_start=414
-  _globals['_GENERATERESPONSE']._serialized_end=558
-  _globals['_GENERATECHUNK']._serialized_start=561
-  _globals['_GENERATECHUNK']._serialized_end=702
-  _globals['_USAGE']._serialized_start=704
-  _globals['_USAGE']._serialized_end=806
-  _globals['_SPECULATIVE']._serialized_start=809
-  _globals['_SPECULATIVE']._serialized_end=955
-  _globals['_DFLASH']._serialized_start=1055
-  _globals['_DFLASH']._serialized_end=1206
+  _globals['_GENERATEREQUEST']._serialized_end=894
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=700
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=748
+  _globals['_GUIDE']._serialized_start=897
+  _globals['_GUIDE']._serialized_end=1033
+  _globals['_CHOICES']._serialized_start=1035
+  _globals['_CHOICES']._serialized_end=1061
+  _globals['_MESSAGES']._serialized_start=1063
+  _globals['_MESSAGES']._serialized_end=1111
+  _globals['_MESSAGE']._serialized_start=1113
+  _globals['_MESSAGE']._serialized_end=1153
+  _globals['_TOKENIDS']._serialized_start=1155
+  _globals['_TOKENIDS']._serialized_end=1178
+  _globals['_GENERATERESPONSE']._serialized_start=1181
+  _globals['_GENERATERESPONSE']._serialized_end=1420
+  _globals['_GENERATECHUNK']._serialized_start=1423
+  _globals['_GENERATECHUNK']._serialized_end=1659
+  _globals['_TOKENLOGPROBS']._serialized_start=1662
+  _globals['_TOKENLOGPROBS']._serialized_end=1794
+  _globals['_TOPLOGPROB']._serialized_start=1796
+  _globals['_TOPLOGPROB']._serialized_end=1858
+  _globals['_USAGE']._serialized_start=1860
+  _globals['_USAGE']._serialized_end=1985
+  _globals['_SPECULATIVE']._serialized_start=1988
+  _globals['_SPECULATIVE']._serialized_end=2134
+  _globals['_DFLASH']._serialized_start=2234
+  _globals['_DFLASH']._serialized_end=2385
 # @@protoc_insertion_point(module_scope)

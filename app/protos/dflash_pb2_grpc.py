@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DFlashStub:
-    """Greedy generation with one model. Errors: INVALID_ARGUMENT, NOT_FOUND (model), UNAVAILABLE
+    """Generation with one model. Errors: INVALID_ARGUMENT, NOT_FOUND (model), UNAVAILABLE
     (no engine), RESOURCE_EXHAUSTED (overloaded), PERMISSION_DENIED (peer), INTERNAL.
     """
 
@@ -49,7 +49,7 @@ class DFlashStub:
 
 
 class DFlashServicer:
-    """Greedy generation with one model. Errors: INVALID_ARGUMENT, NOT_FOUND (model), UNAVAILABLE
+    """Generation with one model. Errors: INVALID_ARGUMENT, NOT_FOUND (model), UNAVAILABLE
     (no engine), RESOURCE_EXHAUSTED (overloaded), PERMISSION_DENIED (peer), INTERNAL.
     """
 
@@ -87,7 +87,7 @@ def add_DFlashServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DFlash:
-    """Greedy generation with one model. Errors: INVALID_ARGUMENT, NOT_FOUND (model), UNAVAILABLE
+    """Generation with one model. Errors: INVALID_ARGUMENT, NOT_FOUND (model), UNAVAILABLE
     (no engine), RESOURCE_EXHAUSTED (overloaded), PERMISSION_DENIED (peer), INTERNAL.
     """
 

@@ -73,12 +73,16 @@ def stub_of(server: Server) -> Iterator[pb_grpc.DFlashStub]:
 
 
 def grpc_chat(text: str, **fields: Any) -> pb.GenerateRequest:
+    """Greedy, unless `fields` say otherwise."""
     messages = pb.Messages(messages=[pb.Message(role="user", content=text)])
-    return pb.GenerateRequest(messages=messages, **fields)
+    return pb.GenerateRequest(messages=messages, **{"temperature": 0.0, **fields})
 
 
 def grpc_tokens(token_ids: list[int], **fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids), **fields)
+    """Greedy, unless `fields` say otherwise."""
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=token_ids), **{"temperature": 0.0, **fields}
+    )
 
 
 def grpc_complete(server: Server, request: pb.GenerateRequest) -> Answer:

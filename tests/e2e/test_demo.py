@@ -30,7 +30,8 @@ def server() -> Iterator[Server]:
 
 
 def body(text: str, **fields: Any) -> dict[str, Any]:
-    return {"model": DEMO_TARGET, "messages": user(text), **fields}
+    """Greedy, unless `fields` say otherwise."""
+    return {"model": DEMO_TARGET, "messages": user(text), "temperature": 0, **fields}
 
 
 def assert_soon(what: Callable[[], object], expected: object) -> None:
@@ -51,7 +52,9 @@ def test_metrics_equal_what_clients_counted(server: Server) -> None:
     answers += [
         client.complete(server, "chat/completions", body(USER_MESSAGE)),
         client.complete(
-            server, "completions", {"model": DEMO_TARGET, "prompt": "One, two,", "max_tokens": 1}
+            server,
+            "completions",
+            {"model": DEMO_TARGET, "prompt": "One, two,", "max_tokens": 1, "temperature": 0},
         ),
         client.grpc_complete(server, client.grpc_chat("Count to ten.", max_tokens=12)),
         client.grpc_stream(server, client.grpc_chat("Count to ten.", max_tokens=2)),
@@ -99,7 +102,9 @@ def over_openai(server: Server, *, stream: bool) -> str:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
         messages: Any = user(USER_MESSAGE)
         if not stream:
-            answer = api.chat.completions.create(model=DEMO_TARGET, messages=messages)
+            answer = api.chat.completions.create(
+                model=DEMO_TARGET, messages=messages, temperature=0
+            )
             assert answer.choices[0].finish_reason == "stop"
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 49
@@ -108,6 +113,7 @@ def over_openai(server: Server, *, stream: bool) -> str:
             api.chat.completions.create(
                 model=DEMO_TARGET,
                 messages=messages,
+                temperature=0,
                 stream=True,
                 stream_options={"include_usage": True},
             )
@@ -178,7 +184,7 @@ BAD: dict[str, tuple[str, Any, int, str | None]] = {
     ),
     "no messages": ("chat/completions", {"model": DEMO_TARGET, "messages": []}, 400, "messages"),
     "no prompt": ("completions", {"model": DEMO_TARGET}, 400, "prompt"),
-    "temperature": ("chat/completions", body("Hi", temperature=0.7), 400, "temperature"),
+    "temperature": ("chat/completions", body("Hi", temperature=2.5), 400, "temperature"),
     "unknown model": ("chat/completions", body("Hi") | {"model": "gpt-4"}, 404, "model"),
     "invalid JSON": ("chat/completions", b'{"model": ', 400, None),
     "not an object": ("chat/completions", [1, 2], 400, None),

@@ -76,7 +76,13 @@ def test_ctrl_c_in_the_middle_of_a_stream_leaves_nothing(tiny_pair: tuple[Path, 
     begun, stopped = threading.Event(), threading.Event()
 
     def read(url: str) -> None:
-        body = {"model": "tiny", "prompt": [7], "max_tokens": 1000, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "prompt": [7],
+            "max_tokens": 1000,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         while not stopped.is_set():
             with httpx.stream(
                 "POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60

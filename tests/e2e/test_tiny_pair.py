@@ -98,9 +98,9 @@ def test_http_gives_the_text_of_the_oracles_tokens(
     tokenizer: PreTrainedTokenizerBase,
     send: Any,
 ) -> None:
-    limit = {"model": MODEL, "max_tokens": MAX_TOKENS}
-    answers = [send(server, "completions", {"prompt": prompt, **limit}) for prompt in PROMPTS]
-    answers.append(send(server, "chat/completions", {"messages": client.user(CHAT), **limit}))
+    greedy = {"model": MODEL, "max_tokens": MAX_TOKENS, "temperature": 0}
+    answers = [send(server, "completions", {"prompt": prompt, **greedy}) for prompt in PROMPTS]
+    answers.append(send(server, "chat/completions", {"messages": client.user(CHAT), **greedy}))
     for answer, trace in zip(answers, traces, strict=True):
         text = tokenizer.decode(trace.token_ids, skip_special_tokens=True)
         assert_as_traced(answer, trace, text)

@@ -6,6 +6,7 @@ import pytest
 
 from actors.config import EngineConfig
 from actors.errors import EngineDead
+from actors.messages import Guide, SamplingParams
 from app.grpc_api import GrpcApi, is_local
 from app.protos import dflash_pb2 as pb
 from app.service import Service
@@ -94,6 +95,89 @@ def test_parameters_act(make: Any, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sent", "changed"),
+    [
+        ({}, {}),
+        ({"temperature": 0.0}, {"temperature": 0.0}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+        ({"top_p": 0.5}, {"top_p": 0.5}),
+        ({"top_k": 3}, {"top_k": 3}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"min_p": 0.5}, {"min_p": 0.5}),
+        ({"seed": 0}, {"seed": 0}),
+        ({"presence_penalty": 1.0}, {"presence_penalty": 1.0}),
+        ({"frequency_penalty": -1.0}, {"frequency_penalty": -1.0}),
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"logit_bias": {9: -3.0}}, {"logit_bias": ((9, -3.0),)}),
+        ({"min_tokens": 1}, {"min_tokens": 1}),
+        ({"logprobs": 0}, {"logprobs": 0}),
+        ({"prompt_logprobs": 2}, {"prompt_logprobs": 2}),
+        ({"guide": pb.Guide(json_object=True)}, {"guide": Guide(kind="json_object")}),
+        ({"guide": pb.Guide(json_object=False)}, {}),
+        (
+            {"guide": pb.Guide(json_schema="{}")},
+            {"guide": Guide(kind="json_schema", source="{}")},
+        ),
+        ({"guide": pb.Guide(regex="a+")}, {"guide": Guide(kind="regex", source="a+")}),
+        ({"guide": pb.Guide(grammar="x")}, {"guide": Guide(kind="grammar", source="x")}),
+        (
+            {"guide": pb.Guide(choices=pb.Choices(choices=["a", "b."]))},
+            {"guide": Guide(kind="regex", source=r"a|b\.")},
+        ),
+    ],
+)
+def test_sampling_fields_reach_the_engine(
+    make: Any, sent: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    engine = Recital([70, 1])
+    unary(make(engine), pb.GenerateRequest(prompt="hello", max_tokens=9, **sent), Context())
+    found = engine.requests[0].sampling
+    # Random where it is absent.
+    changed = {"seed": found.seed} | changed
+    assert found == SamplingParams(**{"max_tokens": 9, "temperature": 1.0, **changed})
+
+
+def test_scheduling_fields_reach_the_engine(make: Any, tokenizer: Tokenizer) -> None:
+    engine = Recital([70, 1])
+    fields: dict[str, Any] = {
+        "priority": -2,
+        "cache_salt": "mine",
+        "max_draft_tokens": 0,
+        "bad_words": ["the"],
+    }
+    for request in (pb.GenerateRequest(prompt="x", **fields), pb.GenerateRequest(prompt="x")):
+        unary(make(engine), request, Context())
+    found = [(r.priority, r.cache_salt, r.max_draft_tokens) for r in engine.requests]
+    assert found == [(-2, "mine", 0), (0, "", None)]
+    forms = tokenizer.encode_banned("the")
+    assert engine.requests[0].sampling.bad_words == tuple(map(tuple, forms))
+
+
+def test_log_probabilities_are_told(make: Any, tokenizer: Tokenizer) -> None:
+    engine = Recital(tokenizer.encode("日!" + EOS), width=2, cached_tokens=2)
+    request = pb.GenerateRequest(prompt="hello", logprobs=2, prompt_logprobs=1)
+    whole = unary(make(engine), request, Context())
+    chunks = streamed(make(engine), request, Context())
+    assert [entry.token_id for entry in whole.logprobs] == list(engine.tokens)
+    assert b"".join(entry.token for entry in whole.logprobs) == f"日!{EOS}".encode()
+    assert [entry.logprob for entry in whole.logprobs] == [-t / 8 for t in engine.tokens]
+    assert [entry.rank for entry in whole.logprobs] == [5] * 5
+    assert [(top.token_id, top.logprob) for top in whole.logprobs[0].top] == [(60, 0), (61, -0.25)]
+    first, *others = whole.prompt_logprobs
+    prompt = engine.requests[0].prompt_token_ids
+    assert [entry.token_id for entry in whole.prompt_logprobs] == list(prompt)
+    assert not first.HasField("logprob")
+    assert [entry.logprob for entry in others] == [-token / 8 for token in prompt[1:]]
+    assert [e for chunk in chunks for e in chunk.logprobs] == list(whole.logprobs)
+    assert list(chunks[0].prompt_logprobs) == list(whole.prompt_logprobs)
+    assert not any(chunk.prompt_logprobs for chunk in chunks[1:])
+    assert whole.usage.cached_tokens == chunks[-1].usage.cached_tokens == 2
+    plain = unary(make(engine), pb.GenerateRequest(prompt="hello"), Context())
+    assert not plain.logprobs
+    assert not plain.prompt_logprobs
+
+
+@pytest.mark.parametrize(
     ("request_", "code"),
     [
         (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT),
@@ -104,6 +188,30 @@ def test_parameters_act(make: Any, tokenizer: Tokenizer) -> None:
         ),
         (pb.GenerateRequest(prompt="x", max_tokens=0), grpc.StatusCode.INVALID_ARGUMENT),
         (pb.GenerateRequest(prompt="x", stop=[""]), grpc.StatusCode.INVALID_ARGUMENT),
+        *(
+            (pb.GenerateRequest(prompt="x", **fields), grpc.StatusCode.INVALID_ARGUMENT)
+            for fields in [
+                {"temperature": 2.5},
+                {"temperature": float("nan")},
+                {"top_p": 0.0},
+                {"top_k": -2},
+                {"min_p": 1.5},
+                {"presence_penalty": 2.5},
+                {"frequency_penalty": -2.5},
+                {"repetition_penalty": 0.0},
+                {"logit_bias": {300: 1.0}},
+                {"logit_bias": {3: 101.0}},
+                {"bad_words": [" "]},
+                {"bad_words": ["a"] * 129},
+                {"min_tokens": 9, "max_tokens": 8},
+                {"logprobs": 21},
+                {"prompt_logprobs": 21},
+                {"guide": pb.Guide()},
+                {"guide": pb.Guide(regex="")},
+                {"guide": pb.Guide(choices=pb.Choices())},
+                {"guide": pb.Guide(choices=pb.Choices(choices=["a", ""]))},
+            ]
+        ),
         (pb.GenerateRequest(prompt="日" * 99), grpc.StatusCode.INVALID_ARGUMENT),
         (pb.GenerateRequest(prompt="x", model="gpt-4"), grpc.StatusCode.NOT_FOUND),
     ],

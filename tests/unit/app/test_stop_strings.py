@@ -43,3 +43,16 @@ def test_only_what_could_begin_a_stop_string_is_held_back() -> None:
     assert stops.push("range") == ("<strange", False)
     assert stops.push("<stop") == ("", False)
     assert stops.push(">tail") == ("", True)
+
+
+def test_a_stop_string_that_ended_unarmed_is_text() -> None:
+    stop = StopStrings(["b", "abc"])
+    assert stop.push("xab", armed=False) == ("x", False)
+    assert stop.push("y") == ("aby", False)
+    assert stop.push("zb") == ("z", True)
+
+
+def test_a_stop_string_may_begin_unarmed() -> None:
+    stop = StopStrings(["xyz"])
+    assert stop.push("a xyz xy", armed=False) == ("a xyz ", False)
+    assert stop.push("z") == ("", True)
