@@ -93,7 +93,7 @@ class EngineArgs(_Frozen):
     them with every step.
 
     `backend` cpu compiles, eager (for debugging) does not. `exact` makes what a request gets
-    independent, to the bit, of what runs beside it; None is true wherever the backend can.
+    independent, to the bit, of what runs beside it; None is true with backend cpu.
     `late_compile` says whether compiling after warm-up is logged or an error. With
     `debug_logits_dir` every step writes its logits there. `profile_num_layers` runs only so many
     of the target's layers, for profiling: the text is not meaningful.
@@ -286,7 +286,8 @@ def _backend(args: EngineArgs) -> Literal["cpu", "eager"]:
     if args.backend == "eager":
         return "eager"
     compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
+    # It may be a launcher and its compiler: `ccache g++`.
+    if not compiler.strip() or shutil.which(compiler.split()[0]) is None:
         raise ConfigError(
             f"backend {args.backend} compiles for this machine and finds no C++ compiler "
             f"({compiler}); install one, name one in CXX, or set backend: eager"

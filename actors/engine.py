@@ -149,10 +149,9 @@ class Engine:
         """
         self._inbox.clear()
         # An interrupt may have come between any two counters, so nothing of them is kept.
-        stats, lost = self.scheduler.stats, self.scheduler.num_requests
-        self.scheduler = Scheduler(self.config, leave_out=self._leave_out)
-        self.scheduler.stats = stats
-        stats.requests["abort"] += lost
+        old, self.scheduler = self.scheduler, Scheduler(self.config, leave_out=self._leave_out)
+        self.scheduler.stats, self.scheduler.speculation = old.stats, old.speculation
+        old.stats.requests["abort"] += old.num_requests
         drain = StepPlan(step=0)
         with self._fatal(drain):
             self._exchange(drain)

@@ -545,7 +545,9 @@ def test_an_interrupted_engine_can_be_used_again(
         step_to_the_end(engine)
     engine._deliver = delivered
     shards.may_drain_nothing = True
+    speculation = engine.scheduler.speculation
     engine.abandon()
+    assert engine.scheduler.speculation is speculation, "what it knows of the drafter is kept"
     shards.may_drain_nothing = False
     assert shards.in_flight is None
     assert engine.scheduler.stats.requests == {"abort": 3}
