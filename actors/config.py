@@ -27,8 +27,6 @@ DType = Literal["float32", "bfloat16"]
 
 _DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 _DEFAULT_KV_CACHE_BYTES = 2 << 30
-# Ten messages a second read as a flow, and cost a machine whose cores are the model's little.
-_STREAM_INTERVAL_S = 0.1
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
@@ -122,7 +120,8 @@ class EngineArgs(_Frozen):
     debug_logits_dir: str | None = Field(default=None, min_length=1)
     profile_num_layers: int | None = Field(default=None, ge=1)
     async_scheduling: bool = True
-    stream_interval_s: float | None = Field(default=None, ge=0)
+    # Ten messages a second read as a flow, and leave the cores to the model.
+    stream_interval_s: float = Field(default=0.1, ge=0)
 
 
 class EngineConfig(_Frozen):
@@ -224,9 +223,7 @@ class EngineConfig(_Frozen):
             else None,
             buckets=_buckets(args, drafter.block_size if drafter else 1, max_model_len),
             async_scheduling=args.async_scheduling,
-            stream_interval_s=_STREAM_INTERVAL_S
-            if args.stream_interval_s is None
-            else args.stream_interval_s,
+            stream_interval_s=args.stream_interval_s,
         )
 
     @property
