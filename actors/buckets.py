@@ -61,24 +61,17 @@ class BucketLadder:
                 cover.setdefault(("decode", bucket.decode_rows, bucket.verify_width), bucket)
         return list(dict.fromkeys(cover.values()))
 
-    def decode_steps(self) -> Iterator[tuple[int, int, Bucket]]:
-        """Steps of decode rows alone, each behind its padded number of rows and the number of
-        drafts they verify and propose: one for every choice there is."""
-        for rows in self.decode_rows:
-            for num_drafts in sorted({0, *(width - 1 for width in self.verify_widths)}):
-                yield (
-                    rows,
-                    num_drafts,
-                    self.bucket(
-                        num_decode=rows,
-                        num_verified=num_drafts,
-                        num_drafts=num_drafts,
-                        num_prefill_rows=0,
-                        prefill_width=0,
-                        num_emitting=rows,
-                        context_pages=1,
-                    ),
-                )
+    def decode_step(self, num_rows: int, num_drafts: int) -> Bucket:
+        """A step of decode rows alone that each verify and propose `num_drafts`."""
+        return self.bucket(
+            num_decode=num_rows,
+            num_verified=num_drafts,
+            num_drafts=num_drafts,
+            num_prefill_rows=0,
+            prefill_width=0,
+            num_emitting=num_rows,
+            context_pages=1,
+        )
 
     def decode_size(self, num_rows: int) -> int:
         """What so many rows that decode are padded to."""

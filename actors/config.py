@@ -27,8 +27,6 @@ DType = Literal["float32", "bfloat16"]
 
 _DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 _DEFAULT_KV_CACHE_BYTES = 2 << 30
-# Ten messages a second read as a flow, and cost a machine whose cores are the model's little.
-_STREAM_INTERVAL_S = 0.1
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
@@ -93,7 +91,7 @@ class EngineArgs(_Frozen):
     them with every step.
 
     `backend` cpu compiles, eager (for debugging) does not. `exact` makes what a request gets
-    independent, to the bit, of what runs beside it; None is true wherever the backend can.
+    independent, to the bit, of what runs beside it; None is true with backend cpu.
     `late_compile` says whether compiling after warm-up is logged or an error. With
     `debug_logits_dir` every step writes its logits there. `profile_num_layers` runs only so many
     of the target's layers, for profiling: the text is not meaningful.
@@ -122,7 +120,8 @@ class EngineArgs(_Frozen):
     debug_logits_dir: str | None = Field(default=None, min_length=1)
     profile_num_layers: int | None = Field(default=None, ge=1)
     async_scheduling: bool = True
-    stream_interval_s: float | None = Field(default=None, ge=0)
+    # Ten messages a second read as a flow, and leave the cores to the model.
+    stream_interval_s: float = Field(default=0.1, ge=0)
 
 
 class EngineConfig(_Frozen):
@@ -224,9 +223,7 @@ class EngineConfig(_Frozen):
             else None,
             buckets=_buckets(args, drafter.block_size if drafter else 1, max_model_len),
             async_scheduling=args.async_scheduling,
-            stream_interval_s=_STREAM_INTERVAL_S
-            if args.stream_interval_s is None
-            else args.stream_interval_s,
+            stream_interval_s=args.stream_interval_s,
         )
 
     @property
@@ -286,7 +283,8 @@ def _backend(args: EngineArgs) -> Literal["cpu", "eager"]:
     if args.backend == "eager":
         return "eager"
     compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
+    # It may be a launcher and its compiler: `ccache g++`.
+    if not compiler.strip() or shutil.which(compiler.split()[0]) is None:
         raise ConfigError(
             f"backend {args.backend} compiles for this machine and finds no C++ compiler "
             f"({compiler}); install one, name one in CXX, or set backend: eager"

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Protocol
 
 from actors.config import EngineConfig
@@ -149,19 +150,20 @@ class Engine:
         """
         self._inbox.clear()
         # An interrupt may have come between any two counters, so nothing of them is kept.
-        stats, lost = self.scheduler.stats, self.scheduler.num_requests
-        self.scheduler = Scheduler(self.config, leave_out=self._leave_out)
-        self.scheduler.stats = stats
-        stats.requests["abort"] += lost
+        old, self.scheduler = self.scheduler, Scheduler(self.config, leave_out=self._leave_out)
+        self.scheduler.stats, self.scheduler.speculation = old.stats, old.speculation
+        old.stats.requests["abort"] += old.num_requests
         drain = StepPlan(step=0)
         with self._fatal(drain):
             self._exchange(drain)
 
     def _time_steps(self) -> None:
         """Measure, on padding, what each choice of `actors.speculation` costs."""
-        for decode_rows, num_drafts, bucket in self.scheduler.ladder.decode_steps():
+        ladder, speculation = self.scheduler.ladder, self.scheduler.speculation
+        for decode_rows, num_drafts in product(ladder.decode_rows, speculation.choices):
+            bucket = ladder.decode_step(decode_rows, num_drafts)
             seconds = min(self._run_padding(bucket) for _ in range(_TIMED_RUNS))
-            self.scheduler.speculation.observe_time(decode_rows, num_drafts, seconds)
+            speculation.observe_time(decode_rows, num_drafts, seconds)
 
     def _run_padding(self, bucket: Bucket) -> float:
         """How many seconds a step without requests takes, from its submission to its output."""

@@ -50,9 +50,8 @@ class RayShardGroup:
             actor.options(
                 num_cpus=config.cpus_per_shard,
                 max_restarts=0,
-                # Spinning long at the end of every parallel region helps only while nobody else
-                # wants the core; proxies, server and router do, and a step then takes ten times
-                # as long (docs/decisions.md).
+                # How long threads wait awake for each other at the end of a parallel region; read
+                # once, when the worker loads torch (docs/decisions.md).
                 runtime_env={"env_vars": {"GOMP_SPINCOUNT": _SPIN_COUNT}},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=1 + rank

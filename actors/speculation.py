@@ -47,7 +47,7 @@ class Speculation:
         tokens that a row may have in a step. Not `adaptive`: always verify all drafts.
         """
         self._num_drafts = num_drafts
-        self._choices = sorted({0, *(width - 1 for width in widths)})
+        self.choices = sorted({0, *(width - 1 for width in widths)})
         self._adaptive = adaptive and num_drafts > 0
         self._rates = [_FIRST_RATE] * num_drafts
         self._seen = [_FIRST_SEEN] * num_drafts
@@ -66,9 +66,9 @@ class Speculation:
         out. `decode_rows` is the padded number of rows that decode.
         """
         size = self._sizes.get(decode_rows)
-        if not self._adaptive or size is None or len(size.times_s) < len(self._choices):
+        if not self._adaptive or size is None or len(size.times_s) < len(self.choices):
             return self._num_drafts
-        speeds = {k: self.expected_tokens(k) / size.times_s[k] for k in self._choices}
+        speeds = {k: self.expected_tokens(k) / size.times_s[k] for k in self.choices}
         best = max(speeds, key=speeds.__getitem__)
         if size.chosen is None or speeds[best] > speeds[size.chosen] * _BETTER:
             size.chosen = best
@@ -93,7 +93,7 @@ class Speculation:
     def _is_probing(self, size: _Size) -> bool:
         """Whether a probe is under way, or was begun now because the budget allows for it."""
         if size.probe_steps == 0:
-            others = [k for k in self._choices if k != size.chosen]
+            others = [k for k in self.choices if k != size.chosen]
             # In turn, from the one behind the last.
             following = next((k for k in others if k > size.probed), others[0])
             cost_s = _PROBE_STEPS * size.times_s[following]

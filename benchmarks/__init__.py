@@ -2,6 +2,6 @@
 
 import os
 
-# Read when torch is imported, which comes later. Without a bound, threads that wait for each other
-# spin for milliseconds, and any other process on the machine makes a step many times slower.
+# Read when torch is imported, which comes later. As in shards (actors/placement.py), so that an
+# engine in process and a server are comparable.
 os.environ.setdefault("GOMP_SPINCOUNT", "200000")

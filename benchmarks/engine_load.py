@@ -1,21 +1,15 @@
 """Loads in this process: the engine alone, without Ray, HTTP or text."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from actors.config import EngineArgs
 from actors.llm import LLM, RequestOutput
 from actors.messages import SamplingParams
+from actors.trace import Trace
 from benchmarks.load import Mode, Sample, Source
 from models.config import load_drafter_config
 from models.hub import resolve
-
-
-class IdleTimes(Protocol):
-    """What is needed here of `actors.trace.Trace`."""
-
-    def idle_gaps_s(self) -> list[float]:
-        """How long the device was idle between consecutive steps, from the first step on."""
 
 
 class EngineLoad:
@@ -23,7 +17,7 @@ class EngineLoad:
 
     source: Source = "engine"
 
-    def __init__(self, mode: Mode, llm: LLM, trace: IdleTimes | None = None) -> None:
+    def __init__(self, mode: Mode, llm: LLM, trace: Trace | None = None) -> None:
         """`trace` is the one that `llm` writes to, if it does.
 
         `idle_gaps_s` then has, by concurrency, the device's idle times between steps, warm-up

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from actors.errors import ConfigError, RequestRejected
 from actors.llm import LLM
+from actors.trace import Trace
 from benchmarks import options
 from benchmarks.engine_load import EngineLoad, engine_args
 from benchmarks.floor import Floor
@@ -165,8 +166,6 @@ def _engine(mode: Mode, args: Mapping[str, Any], trace_file: Path | None) -> Ite
             llm.warm_up()
             yield EngineLoad(mode, llm)
         return
-    from actors.trace import Trace  # type: ignore[import-not-found, unused-ignore]
-
     trace = Trace()
     with LLM(**args, trace=trace) as llm:
         llm.warm_up()

@@ -27,13 +27,14 @@ def server(tiny_pair: tuple[Path, Path]) -> Iterator[Server]:
     args: dict[str, Any] = {
         "model": str(target),
         "served_model_name": MODEL,
-        "speculative_config": {"method": "dflash", "model": str(drafter)},
+        # Every draft in every step, one step at a time, as the oracle: then verify steps are the
+        # same, not only tokens.
+        "speculative_config": {"method": "dflash", "model": str(drafter), "adaptive": False},
         "max_num_seqs": 3,
         "max_num_batched_tokens": 32,
         "block_size": 4,
         "threads_per_shard": 1,
         "backend": "eager",
-        # As the oracle: then verify steps are the same, not only tokens.
         "async_scheduling": False,
     }
     with serving(args) as server:

@@ -293,19 +293,17 @@ def test_warm_up_tells_decode_shapes_of_equally_many_tokens_apart() -> None:
     assert decode == {(rows, width) for rows in (1, 2, 4) for width in (1, 2, 4)}
 
 
-def test_every_choice_of_drafts_has_a_step_of_its_own() -> None:
-    ladder = BucketLadder.for_config(
-        engine_config(num_drafts=3, max_num_seqs=2, verify_widths=(1, 2, 4))
-    )
-    steps = [*ladder.decode_steps()]
-    assert [(rows, drafts) for rows, drafts, _ in steps] == [
-        (rows, drafts) for rows in (1, 2) for drafts in (0, 1, 3)
-    ]
-    for rows, drafts, bucket in steps:
-        assert (bucket.decode_rows, bucket.verify_width) == (rows, drafts + 1)
-        assert (bucket.num_drafts, bucket.prefill_rows) == (drafts, 0)
+def test_a_decode_step_has_rows_that_verify_and_propose_alike() -> None:
+    config = engine_config(num_drafts=3, max_num_seqs=2, verify_widths=(1, 2, 4))
+    ladder = BucketLadder.for_config(config)
+    for rows in (1, 2):
+        for drafts in (0, 1, 3):
+            bucket = ladder.decode_step(rows, drafts)
+            assert (bucket.decode_rows, bucket.verify_width) == (rows, drafts + 1)
+            assert (bucket.num_drafts, bucket.prefill_rows) == (drafts, 0)
 
 
 def test_a_step_without_drafts_exists_where_no_width_is_that_narrow() -> None:
     ladder = BucketLadder.for_config(engine_config(num_drafts=3, max_num_seqs=1))
-    assert [(b.verify_width, b.num_drafts) for _, _, b in ladder.decode_steps()] == [(4, 0), (4, 3)]
+    bucket = ladder.decode_step(1, 0)
+    assert (bucket.verify_width, bucket.num_drafts) == (4, 0)

@@ -177,6 +177,13 @@ def test_without_cxx_the_usual_compiler_is_looked_for(
     assert resolve(target()).backend == "cpu"
 
 
+def test_the_compiler_may_have_a_launcher(
+    target: Save, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", f"{compiler} g++")
+    assert resolve(target()).backend == "cpu"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_eager_is_not_exact_unless_asked(target: Save, dtype: str) -> None:
     assert not resolve(target(), backend="eager", dtype=dtype).exact

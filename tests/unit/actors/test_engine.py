@@ -490,7 +490,8 @@ def test_an_adaptive_engine_times_every_choice_behind_warm_up() -> None:
     engine = Engine(config, shards, deliver=lambda chunks: None)
     engine.warm_up()
     ladder = engine.scheduler.ladder
-    warmed, timed = len(ladder.warm_up()), [bucket for *_, bucket in ladder.decode_steps()]
+    warmed = len(ladder.warm_up())
+    timed = [ladder.decode_step(rows, drafts) for rows in ladder.decode_rows for drafts in (0, 3)]
     assert shards.sealed_after == [warmed], "compiling is not timed"
     assert [plan.bucket for plan in shards.plans[warmed:]] == [
         bucket for bucket in timed for _ in range(3)
@@ -545,7 +546,9 @@ def test_an_interrupted_engine_can_be_used_again(
         step_to_the_end(engine)
     engine._deliver = delivered
     shards.may_drain_nothing = True
+    speculation = engine.scheduler.speculation
     engine.abandon()
+    assert engine.scheduler.speculation is speculation, "what it knows of the drafter is kept"
     shards.may_drain_nothing = False
     assert shards.in_flight is None
     assert engine.scheduler.stats.requests == {"abort": 3}

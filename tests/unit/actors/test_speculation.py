@@ -109,6 +109,11 @@ def test_not_adaptive_always_verifies_everything() -> None:
     assert choices(speculation, 1, 500) == [ALL] * 500
 
 
+def test_no_drafts_is_always_a_choice() -> None:
+    assert Speculation(3, (2, 4), adaptive=True).choices == [0, 1, 3]
+    assert Speculation(3, (4,), adaptive=True).choices == [0, 3]
+
+
 def test_without_a_drafter_there_are_no_drafts() -> None:
     assert Speculation(0, (1,), adaptive=True).choose(4) == 0
 

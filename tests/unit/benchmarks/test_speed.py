@@ -1,10 +1,9 @@
 """The benchmark as a whole: who takes which turn, and the command on a tiny pair."""
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Self
 
 import httpx
@@ -182,9 +181,7 @@ def test_each_engine_saves_a_trace_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         def __exit__(self, *args: object) -> None:
             log.append("ended")
 
-    module: Any = ModuleType("actors.trace")
-    module.Trace = Trace
-    monkeypatch.setitem(sys.modules, "actors.trace", module)
+    monkeypatch.setattr(speed, "Trace", Trace)
     monkeypatch.setattr(speed, "LLM", FakeLLM)
     with speed._engine("off", {}, speed._of(Path("a/trace.json"), "off")):
         log.append("running")
