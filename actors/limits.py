@@ -11,6 +11,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 32
+# Of a request with min_tokens: only these have to be forbidden.
 MAX_STOP_TOKEN_IDS = 64
 
 # Inclusive. The bounds of integers are what they are stored in.
@@ -83,10 +84,10 @@ def check_sampling(config: EngineConfig, sampling: SamplingParams) -> None:
             f"which is {sampling.max_tokens}",
             "min_tokens",
         )
-    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+    if sampling.min_tokens and len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise RequestRejected(
             f"stop_token_ids holds {len(sampling.stop_token_ids)} tokens, "
-            f"the limit is {MAX_STOP_TOKEN_IDS}",
+            f"the limit is {MAX_STOP_TOKEN_IDS} beside min_tokens",
             "stop_token_ids",
         )
     check_token_ids(config, sampling.stop_token_ids, "stop_token_ids")
