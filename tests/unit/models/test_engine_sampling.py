@@ -103,6 +103,21 @@ def cases(target: PreTrainedModel) -> dict[str, list[Case]]:
         )
         for case in made["stop"]
     ]
+    # A stop token may come right behind the least that is wanted.
+    made["min_tokens, just"] = [
+        Case(
+            target,
+            case.prompt,
+            MILD
+            | {
+                "stop_token_ids": case.sampling.stop_token_ids,
+                "min_tokens": len(case.expected) - 1,
+            },
+        )
+        for case in made["stop"]
+    ]
+    for free, bound in zip(made["stop"], made["min_tokens, just"], strict=True):
+        assert bound.expected == free.expected
     assert all(len(case.expected) <= 6 for case in made["stop"])
     assert all(len(case.expected) >= 10 for case in made["min_tokens"])
     return made
