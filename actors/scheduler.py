@@ -140,7 +140,8 @@ class Scheduler:
             self._running[row.slot].num_ahead -= row.num_tokens
         for row in plan.prefill:
             self._advance(self._running[row.slot], row.num_tokens)
-        for row, found in zip(plan.prefill, output.prompt_logprobs, strict=False):
+        prompt_logprobs = output.prompt_logprobs or ((),) * len(plan.prefill)
+        for row, found in zip(plan.prefill, prompt_logprobs, strict=True):
             request = self._running[row.slot]
             request.prompt_logprobs += asked(found, request.message.sampling.prompt_logprobs)
         chunks = []
