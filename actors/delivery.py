@@ -62,4 +62,5 @@ def joined(first: TokenChunk, then: TokenChunk) -> TokenChunk:
         token_ids=first.token_ids + then.token_ids,
         finish_reason=then.finish_reason,
         speculation=then.speculation,
+        logprobs=first.logprobs + then.logprobs,
     )

@@ -10,6 +10,9 @@ from actors.messages import GenerateRequest, Guide, SamplingParams
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 32
+# Of a request with min_tokens: only these have to be forbidden.
+MAX_STOP_TOKEN_IDS = 64
 
 # Inclusive. The bounds of integers are what they are stored in.
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -25,7 +28,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 _LOGIT_BIAS = 100
 # A word is banned with and without a space in front.
-_FORMS = 2
+MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 _GUIDES_WITH_SOURCE = ("json_schema", "regex", "grammar")
 
 
@@ -81,17 +84,28 @@ def check_sampling(config: EngineConfig, sampling: SamplingParams) -> None:
             f"which is {sampling.max_tokens}",
             "min_tokens",
         )
+    if sampling.min_tokens and len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestRejected(
+            f"stop_token_ids holds {len(sampling.stop_token_ids)} tokens, "
+            f"the limit is {MAX_STOP_TOKEN_IDS} beside min_tokens",
+            "stop_token_ids",
+        )
     check_token_ids(config, sampling.stop_token_ids, "stop_token_ids")
     _check_logit_bias(config, sampling.logit_bias)
-    if len(sampling.bad_words) > _FORMS * MAX_BAD_WORDS:
+    if len(sampling.bad_words) > MAX_BAD_SEQUENCES:
         raise RequestRejected(
             f"bad_words holds {len(sampling.bad_words)} token sequences, "
-            f"the limit is {_FORMS * MAX_BAD_WORDS}",
+            f"the limit is {MAX_BAD_SEQUENCES}",
             "bad_words",
         )
     for word in sampling.bad_words:
         if not word:
             raise RequestRejected("bad_words: a word has no tokens", "bad_words")
+        if len(word) > MAX_BAD_WORD_TOKENS:
+            raise RequestRejected(
+                f"bad_words: a word has {len(word)} tokens, the limit is {MAX_BAD_WORD_TOKENS}",
+                "bad_words",
+            )
         check_token_ids(config, word, "bad_words")
     if sampling.guide is not None:
         _check_guide(sampling.guide)
@@ -101,6 +115,8 @@ def check_request(config: EngineConfig, message: GenerateRequest) -> None:
     """Raises `RequestRejected`, naming field, value and limit, for what could never be served."""
     check_prompt(config, message.prompt_token_ids)
     check_sampling(config, message.sampling)
+    if message.sampling.guide is not None:
+        raise RequestRejected("guide: this engine does not follow grammars", "guide")
     check_scheduling(config, message.priority, message.max_draft_tokens)
 
 

@@ -23,6 +23,7 @@ from actors.messages import (
     SamplingParams,
     SpeculationStats,
     TokenChunk,
+    TokenLogprobs,
 )
 from actors.scheduler import LeaveOut
 from actors.shard import Shard
@@ -41,7 +42,11 @@ class RequestTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """One finished generation. A token that ended it is the last of `token_ids`."""
+    """One finished generation. A token that ended it is the last of `token_ids`.
+
+    `logprobs` has one entry per token, `prompt_logprobs` one per token of the prompt, None for the
+    first, where they were asked for.
+    """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -49,6 +54,8 @@ class RequestOutput:
     finish_reason: FinishReason
     speculation: SpeculationStats
     timing: RequestTiming
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 class LLM:
@@ -222,6 +229,8 @@ class LLM:
                 first_token_at=run.chunk_times[0],
                 finished_at=run.chunk_times[-1],
             ),
+            logprobs=tuple(entry for chunk in run.chunks for entry in chunk.logprobs),
+            prompt_logprobs=run.chunks[0].prompt_logprobs,
         )
 
 

@@ -10,6 +10,9 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
+# How a step chooses: by argmax, from the distribution of the logits, or of logits that penalties,
+# biases, min_tokens or bad words shaped first. Each can do what those before it can.
+Choosing = Literal["greedy", "sampled", "shaped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +143,10 @@ class Bucket:
     `[prefill_rows, prefill_width]` and padding up to `num_tokens`. At most `emitting_rows` rows
     emit tokens, and `num_drafts` drafts are proposed behind each; 0 leaves the drafter out. Every
     row may attend to `context_pages` KV pages.
+
+    Tokens are chosen as `choosing` says. A step says log-probabilities of what it emits beside
+    `num_logprobs` alternatives, and of what its prefill rows feed beside `num_prompt_logprobs`;
+    -1 leaves them out.
     """
 
     decode_rows: int
@@ -150,6 +157,9 @@ class Bucket:
     num_drafts: int
     num_tokens: int
     context_pages: int
+    choosing: Choosing = "greedy"
+    num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,8 +175,6 @@ class DecodeRow:
     num_drafts: int
     propose: bool
     prev_in_flight: bool = False
-    temperature: float = 0.0
-    seed: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -180,7 +188,7 @@ class PrefillRow:
 
     A long chunk spans several rows of the prefill grid. `fresh` marks the first row of a request
     in its slot, which resets the slot. `last` marks the row whose final token is the last known
-    one: it emits a token and, if `propose`, drafts.
+    one: it emits a token and, if `propose`, drafts. Behind all others stands `next_token_id`.
     """
 
     slot: int
@@ -189,8 +197,7 @@ class PrefillRow:
     fresh: bool
     last: bool
     propose: bool
-    temperature: float = 0.0
-    seed: int = 0
+    next_token_id: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -208,6 +215,28 @@ class PageUpdate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SlotSampling:
+    """How the request that takes a slot is sampled; what is not said is as in `SamplingParams`.
+
+    `seed` is that of the request's choice. `edits` are a token id, what is added to its logit (-inf
+    forbids it), and the position from which on it no longer is. Output starts at `prompt_len`.
+    """
+
+    slot: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    edits: tuple[tuple[int, float, int], ...]
+    bad_words: tuple[tuple[int, ...], ...]
+    prompt_len: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """One step for every rank. A plan without a bucket is empty: it only drains the pipeline."""
 
@@ -216,6 +245,7 @@ class StepPlan:
     decode: tuple[DecodeRow, ...] = ()
     prefill: tuple[PrefillRow, ...] = ()
     page_updates: tuple[PageUpdate, ...] = ()
+    samplings: tuple[SlotSampling, ...] = ()
 
     @property
     def rows(self) -> tuple[DecodeRow | PrefillRow, ...]:
@@ -233,12 +263,17 @@ class StepOutput:
 
     `sampled[i]` are the tokens of the i-th emitting row: the plan's decode rows in order, then its
     `last` prefill rows in order. `num_drafts[i]` is how many drafts that row really verified.
+    `logprobs[i]` are those of its tokens, and `prompt_logprobs[j]` those of the tokens that stand
+    behind the j-th prefill row's, without the one that a `last` row emits; both are empty where
+    the bucket asks for none.
     `late_compiles` counts compilations since warm-up, which should be none.
     """
 
     step: int
     sampled: tuple[tuple[int, ...], ...] = ()
     num_drafts: tuple[int, ...] = ()
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     late_compiles: int = 0
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from actors.messages import FinishReason, GenerateRequest, SpeculationStats
+from actors.messages import FinishReason, GenerateRequest, SpeculationStats, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -12,7 +12,8 @@ class Request:
 
     The first `prefill_len` tokens are fed as prefill rows; what comes after is known to the device
     already. The last planned row proposes `num_proposed` drafts. `slot` and `pages` are held while
-    the request runs, and by one that has ended until nothing of it is ahead.
+    the request runs, and by one that has ended until nothing of it is ahead. `prompt_logprobs`, if
+    asked for, are those of the computed prompt behind its first token.
     """
 
     message: GenerateRequest
@@ -28,6 +29,7 @@ class Request:
     verify_steps: int = 0
     draft_tokens: int = 0
     verified_output: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:

@@ -6,7 +6,6 @@ from actors.request import Request
 
 def decode_row(request: Request, max_drafts: int) -> DecodeRow:
     """Verify up to `max_drafts` drafts behind the bonus token, fewer near the request's end."""
-    sampling = request.message.sampling
     in_flight = request.num_ahead > 0
     # The unread step emits at least one token, maybe no more: then this step needs the drafts.
     most_left = request.num_left - in_flight
@@ -17,14 +16,12 @@ def decode_row(request: Request, max_drafts: int) -> DecodeRow:
         num_drafts=min(max_drafts, request.num_proposed, request.num_left_ahead - 1),
         propose=_is_proposing(max_drafts, most_left),
         prev_in_flight=in_flight,
-        temperature=sampling.temperature,
-        seed=sampling.seed,
     )
 
 
 def prefill_rows(request: Request, count: int, width: int, max_drafts: int) -> list[PrefillRow]:
     """Feed the next `count` known tokens, in rows of up to `width`."""
-    sampling = request.message.sampling
+    known = request.message.prompt_token_ids
     first = request.next_position
     end = first + count
     rows = []
@@ -34,12 +31,11 @@ def prefill_rows(request: Request, count: int, width: int, max_drafts: int) -> l
             PrefillRow(
                 slot=request.held_slot,
                 start=start,
-                token_ids=request.message.prompt_token_ids[start:stop],
+                token_ids=known[start:stop],
                 fresh=start == 0,
                 last=stop == request.prefill_len,
                 propose=_is_proposing(max_drafts, request.num_left),
-                temperature=sampling.temperature,
-                seed=sampling.seed,
+                next_token_id=known[stop] if stop < request.prefill_len else -1,
             )
         )
     return rows

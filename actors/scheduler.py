@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from actors.buckets import BucketLadder
+from actors.choosing import asked, bucket_for, slot_sampling
 from actors.config import EngineConfig
 from actors.messages import (
     DecodeRow,
@@ -18,6 +19,7 @@ from actors.messages import (
     StepOutput,
     StepPlan,
     TokenChunk,
+    TokenLogprobs,
 )
 from actors.page_pool import PagePool
 from actors.request import Request
@@ -138,13 +140,18 @@ class Scheduler:
             self._running[row.slot].num_ahead -= row.num_tokens
         for row in plan.prefill:
             self._advance(self._running[row.slot], row.num_tokens)
+        prompt_logprobs = output.prompt_logprobs or ((),) * len(plan.prefill)
+        for row, found in zip(plan.prefill, prompt_logprobs, strict=True):
+            request = self._running[row.slot]
+            request.prompt_logprobs += asked(found, request.message.sampling.prompt_logprobs)
         chunks = []
-        emitted = zip(plan.emitting, output.sampled, output.num_drafts, strict=True)
-        for row, sampled, num_drafts in emitted:
+        logprobs = output.logprobs or ((),) * len(output.sampled)
+        emitted = zip(plan.emitting, output.sampled, output.num_drafts, logprobs, strict=True)
+        for row, sampled, num_drafts, found in emitted:
             assert 1 <= len(sampled) <= row.num_tokens, "no row emits none, or more than it fed"
             request = self._running[row.slot]
             if request.finish_reason is None:
-                chunks.append(self._emit(request, row, sampled, num_drafts))
+                chunks.append(self._emit(request, row, sampled, num_drafts, found))
         self._free_ended()
         return chunks
 
@@ -207,28 +214,30 @@ class Scheduler:
     def _plan(
         self, decode: list[DecodeRow], prefill: list[PrefillRow], width: int, max_drafts: int
     ) -> StepPlan:
-        """The rows in their bucket; a request's pages come with its first row."""
+        """The rows in their bucket; a request's pages and sampling come with its first row."""
         ends = [row.position + row.num_tokens for row in decode]
         ends += [row.start + row.num_tokens for row in prefill]
         pages = -(-max(ends) // self.config.block_size)
+        bucket = self.ladder.bucket(
+            num_decode=len(decode),
+            num_verified=max((row.num_drafts for row in decode), default=0),
+            num_drafts=max_drafts,
+            num_prefill_rows=len(prefill),
+            prefill_width=width,
+            num_emitting=len(decode) + sum(row.last for row in prefill),
+            context_pages=pages,
+        )
+        fresh = [self._running[row.slot] for row in prefill if row.fresh]
         return StepPlan(
             step=self._step,
-            bucket=self.ladder.bucket(
-                num_decode=len(decode),
-                num_verified=max((row.num_drafts for row in decode), default=0),
-                num_drafts=max_drafts,
-                num_prefill_rows=len(prefill),
-                prefill_width=width,
-                num_emitting=len(decode) + sum(row.last for row in prefill),
-                context_pages=pages,
-            ),
+            bucket=bucket_for(bucket, decode, prefill, self._running),
             decode=tuple(decode),
             prefill=tuple(prefill),
             page_updates=tuple(
-                PageUpdate(slot=row.slot, first=0, pages=tuple(self._running[row.slot].pages))
-                for row in prefill
-                if row.fresh
+                PageUpdate(slot=request.held_slot, first=0, pages=tuple(request.pages))
+                for request in fresh
             ),
+            samplings=tuple(slot_sampling(request) for request in fresh),
         )
 
     def _emit(
@@ -237,7 +246,9 @@ class Scheduler:
         row: DecodeRow | PrefillRow,
         sampled: tuple[int, ...],
         num_drafts: int,
+        logprobs: tuple[TokenLogprobs, ...],
     ) -> TokenChunk:
+        sampling = request.message.sampling
         first_index = len(request.output_token_ids)
         kept = request.append(sampled)
         self.stats.output_tokens += len(kept)
@@ -250,12 +261,17 @@ class Scheduler:
             self.speculation.observe_accepted(num_drafts, len(sampled) - 1)
         if request.finish_reason is not None:
             self._end(request)
+        prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+        if first_index == 0 and sampling.prompt_logprobs is not None:
+            prompt_logprobs = (None, *request.prompt_logprobs)
         return TokenChunk(
             request_id=request.request_id,
             first_index=first_index,
             token_ids=kept,
             finish_reason=request.finish_reason,
             speculation=request.speculation,
+            logprobs=asked(logprobs[: len(kept)], sampling.logprobs),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _advance(self, request: Request, num_tokens: int) -> None:

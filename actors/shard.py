@@ -11,8 +11,15 @@ import torch
 from safetensors.torch import save_file
 
 from actors.config import EngineConfig
-from actors.messages import StepOutput, StepPlan, decode_plan, encode
-from actors.shard_inputs import step_inputs, write_page_updates
+from actors.limits import (
+    MAX_BAD_SEQUENCES,
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+)
+from actors.messages import StepPlan, decode_plan, encode
+from actors.shard_inputs import step_inputs, write_page_updates, write_samplings
+from actors.shard_outputs import HostResult, on_host, step_output
 from actors.trace import DEVICE, Trace
 from models.backends.backend import Backend
 from models.backends.cpu import CpuBackend
@@ -20,18 +27,16 @@ from models.backends.eager import EagerBackend
 from models.kv_cache import allocate
 from models.registry import DRAFTERS, TARGETS
 from models.scoring import next_token_logits
+from models.slot_sampling import SamplingState
 from models.state import SlotState
 from models.steps import ModelRank, Regions
 from models.weights import CheckpointReader
-
-# `StepResult` on the host: sampled tokens and verified drafts, by emitting row.
-_Emitted = tuple[list[list[int]], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     plan: StepPlan
-    emitted: "Future[_Emitted]"
+    result: "Future[HostResult]"
 
 
 class Shard:
@@ -72,8 +77,8 @@ class Shard:
         previous, self._in_flight = self._in_flight, self._submit(plan)
         if previous is None:
             return encode(None)
-        emitted = previous.emitted.result()
-        return encode(_output(previous.plan, emitted, self._backend.late_compiles))
+        result = previous.result.result()
+        return encode(step_output(previous.plan, result, self._backend.late_compiles))
 
     def seal(self) -> None:
         """Warm-up is over: what is compiled from now on is counted, or refused."""
@@ -108,13 +113,14 @@ class Shard:
             inputs = step_inputs(plan, model.state.scratch_slot)
         captured: dict[str, torch.Tensor] | None = {} if self._config.debug_logits_dir else None
 
-        def work() -> _Emitted:
+        def work() -> HostResult:
             with self._span(plan.step):
                 write_page_updates(plan, model.state)
+                write_samplings(plan, model.sampling)
                 result = model.step(inputs, captured)
             if captured is not None:
                 self._save(plan.step, captured)
-            return result.sampled.tolist(), result.num_drafts.tolist()
+            return on_host(result)
 
         return _InFlight(plan, self._backend.submit(work))
 
@@ -185,20 +191,15 @@ class Shard:
             target_kv=pools[:num_layers],
             drafter_kv=pools[num_layers:],
             state=SlotState.allocate(config.num_slots, config.num_drafts, config.pages_per_request),
+            sampling=SamplingState.allocate(
+                config.num_slots,
+                num_positions=config.max_model_len,
+                num_edits=MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + len(config.target.eos_token_ids),
+                num_bad_words=MAX_BAD_SEQUENCES,
+                bad_word_length=MAX_BAD_WORD_TOKENS,
+            ),
             vocab_size=config.target.vocab_size,
         )
-
-
-def _output(plan: StepPlan, emitted: _Emitted, late_compiles: int) -> StepOutput:
-    """The emitting rows of a step's result, in the plan's order, without padding."""
-    count = len(plan.decode) + sum(row.last for row in plan.prefill)
-    sampled, num_drafts = emitted
-    return StepOutput(
-        step=plan.step,
-        sampled=tuple(tuple(t for t in row if t >= 0) for row in sampled[:count]),
-        num_drafts=tuple(num_drafts[:count]),
-        late_compiles=late_compiles,
-    )
 
 
 def _backend(config: EngineConfig, num_threads: int) -> Backend:

@@ -8,6 +8,7 @@ import torch
 
 from actors.messages import DecodeRow, PrefillRow, StepPlan
 from models.rows import StepInputs
+from models.slot_sampling import SamplingState
 from models.state import SlotState
 
 _SEED, _HALVES = Struct("=q"), Struct("=2i")
@@ -20,10 +21,31 @@ def write_page_updates(plan: StepPlan, state: SlotState) -> None:
         state.block_table[update.slot, update.first : update.first + len(update.pages)] = pages
 
 
+def write_samplings(plan: StepPlan, state: SamplingState) -> None:
+    """Tell the slots that requests take in this plan how these are sampled."""
+    for sampling in plan.samplings:
+        # 64 bits as halves, since devices have no 64-bit integers.
+        low, high = _HALVES.unpack(_SEED.pack(sampling.seed))
+        state.write(
+            sampling.slot,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            top_k=sampling.top_k,
+            seed=(low, high),
+            presence=sampling.presence_penalty,
+            frequency=sampling.frequency_penalty,
+            repetition=sampling.repetition_penalty,
+            prompt_len=sampling.prompt_len,
+            edits=sampling.edits,
+            bad_words=sampling.bad_words,
+        )
+
+
 def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
     """Every tensor has its bucket's size; padded rows point at `scratch_slot`.
 
-    All are views of three buffers: the device thread computes meanwhile, and every torch call made
+    All are views of two buffers: the device thread computes meanwhile, and every torch call made
     here takes the interpreter from it.
     """
     bucket = plan.bucket
@@ -45,10 +67,7 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
     ints.add((len(row.token_ids) for row in prefill), num_prefill)
     ints.add((*range(len(decode)), *(num_decode + i for i in last)), num_emitting, fill=-1)
     ints.add((bucket.num_drafts * row.propose for row in rows), num_emitting)
-    # 64-bit seeds as halves, since devices have no 64-bit integers.
-    ints.add(
-        (half for row in rows for half in _HALVES.unpack(_SEED.pack(row.seed))), 2 * num_emitting
-    )
+    ints.add((row.next_token_id for row in prefill), num_prefill, fill=-1)
     width = bucket.prefill_width
     tokens = array("i", bytes(4 * num_prefill * width))
     for i, row in enumerate(prefill):
@@ -58,8 +77,6 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
     flags.add((row.prev_in_flight for row in decode), num_decode)
     flags.add((True for _ in decode), num_decode)
     flags.add((row.fresh for row in prefill), num_prefill)
-    floats = _Columns(array("f"))
-    floats.add((row.temperature for row in rows), num_emitting)
 
     (
         decode_slots,
@@ -70,16 +87,18 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
         prefill_counts,
         emitting,
         proposed,
-        seeds,
+        prefill_next,
         prefill_tokens,
     ) = ints.tensors(torch.int32)
     decode_in_flight, decode_valid, prefill_fresh = flags.tensors(torch.bool)
-    (temperatures,) = floats.tensors(torch.float32)
     return StepInputs(
         verify_width=bucket.verify_width,
         num_drafts=bucket.num_drafts,
         num_tokens=bucket.num_tokens,
         context_pages=bucket.context_pages,
+        choosing=bucket.choosing,
+        num_logprobs=bucket.num_logprobs,
+        num_prompt_logprobs=bucket.num_prompt_logprobs,
         decode_slots=decode_slots,
         decode_positions=decode_positions,
         decode_num_drafts=decode_num_drafts,
@@ -89,25 +108,24 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
         prefill_starts=prefill_starts,
         prefill_counts=prefill_counts,
         prefill_tokens=prefill_tokens.view(num_prefill, width),
+        prefill_next=prefill_next,
         prefill_fresh=prefill_fresh,
         emitting=emitting,
         proposed=proposed,
-        temperatures=temperatures,
-        seeds=seeds.view(num_emitting, 2),
     )
 
 
 class _Columns:
     """Padded columns one behind the other in one buffer."""
 
-    def __init__(self, buffer: "array[int] | array[float]") -> None:
+    def __init__(self, buffer: "array[int]") -> None:
         self._buffer = buffer
         self._sizes: list[int] = []
 
-    def add(self, values: Iterable[float], size: int, fill: int = 0) -> None:
+    def add(self, values: Iterable[int], size: int, fill: int = 0) -> None:
         """The next column: `values`, then `fill` up to `size`."""
         start = len(self._buffer)
-        self._buffer.extend(values)  # type: ignore[arg-type]
+        self._buffer.extend(values)
         self._buffer.extend([fill] * (start + size - len(self._buffer)))
         self._sizes.append(size)
 

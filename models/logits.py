@@ -74,23 +74,34 @@ def penalize(
     was output, and `presence` once if it was.
     """
     logits = logits.float()
-    places = torch.arange(history.shape[1], dtype=torch.int32, device=history.device)
-    is_output = (places >= prompt_lens.unsqueeze(1)).int()
+    index = torch.arange(history.shape[1], dtype=torch.int32, device=history.device)
+    is_output = (index >= prompt_lens.unsqueeze(1)).int()
     none = torch.zeros_like(logits, dtype=torch.int32)
-    seen = _add_at(none, history, torch.ones_like(history), head) > 0
-    counts = _add_at(none, history, is_output, head)
+    places, mine = _columns_of(history, logits, head)
+    seen = none.scatter_add(1, places, mine.int())
+    counts = none.scatter_add(1, places, torch.where(mine, is_output, 0))
 
+    # Only what occurs is computed, and what occurs twice is written twice. Another rank's id stands
+    # for column 0, which gets what it would without.
+    found, counts = logits.gather(1, places), counts.gather(1, places)
     factor = repetition.unsqueeze(1)
-    repeated = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = torch.where(seen, repeated, logits)
-    logits = logits - frequency.unsqueeze(1) * counts
-    return logits - presence.unsqueeze(1) * (counts > 0)
+    repeated = torch.where(found > 0, found / factor, found * factor)
+    found = torch.where(seen.gather(1, places) > 0, repeated, found)
+    found = found - frequency.unsqueeze(1) * counts
+    found = found - presence.unsqueeze(1) * (counts > 0)
+    return logits.scatter(1, places, found)
 
 
 def _add_at(columns: Tensor, ids: Tensor, addends: Tensor, head: LMHead) -> Tensor:
     """`columns [rows, local vocabulary]` with `addends [rows, n]` added at `ids [rows, n]`, except
     for ids that are -1 or another rank's."""
+    places, mine = _columns_of(ids, columns, head)
+    return columns.scatter_add(1, places, torch.where(mine, addends, 0))
+
+
+def _columns_of(ids: Tensor, columns: Tensor, head: LMHead) -> tuple[Tensor, Tensor]:
+    """Where `ids [rows, n]` stand among `columns [rows, local vocabulary]`: int64, 0 for those that
+    are -1 or another rank's; and which are this rank's, bool."""
     local = ids - head.start
     mine = (local >= 0) & (local < columns.shape[1])
-    places = torch.where(mine, local, 0).long()
-    return columns.scatter_add(1, places, torch.where(mine, addends, 0))
+    return torch.where(mine, local, 0).long(), mine

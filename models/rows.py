@@ -6,7 +6,7 @@ the null page.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,18 +26,22 @@ class StepInputs:
 
     decode_slots, decode_positions (optimistic, of the bonus token), decode_num_drafts `[R]`;
     decode_in_flight, decode_valid `[R]` bool. prefill_slots, prefill_starts, prefill_counts
-    `[C]`; prefill_tokens `[C, T]`; prefill_fresh `[C]` bool. emitting `[D]` is where each emitting
-    row stands among the R + C rows: the valid decode rows in order, then prefill rows that end
-    their prompt, then -1. proposed `[D]` (how many drafts it proposes), temperatures `[D]` float32
-    (0 is greedy) and seeds `[D, 2]` (low and high half of 64 bits) belong to emitting rows; D may
-    be 0. `verify_width` is k + 1; at most `num_drafts` are proposed, 0 leaves the drafter out.
-    There are `num_tokens` token rows with their padding; every row reads `context_pages` KV pages.
+    `[C]`; prefill_tokens `[C, T]`; prefill_next `[C]` (the token behind each row, -1 where none is
+    known); prefill_fresh `[C]` bool. emitting `[D]` is where each emitting row stands among the
+    R + C rows: the valid decode rows in order, then prefill rows that end their prompt, then -1;
+    proposed `[D]` how many drafts it proposes. D may be 0. `verify_width` is k + 1; at most
+    `num_drafts` are proposed, 0 leaves the drafter out. There are `num_tokens` token rows with
+    their padding; every row reads `context_pages` KV pages. `choosing`, `num_logprobs` and
+    `num_prompt_logprobs` as in `actors.messages.Bucket`.
     """
 
     verify_width: int
     num_drafts: int
     num_tokens: int
     context_pages: int
+    choosing: Literal["greedy", "sampled", "shaped"]
+    num_logprobs: int
+    num_prompt_logprobs: int
     decode_slots: Tensor
     decode_positions: Tensor
     decode_num_drafts: Tensor
@@ -47,11 +51,10 @@ class StepInputs:
     prefill_starts: Tensor
     prefill_counts: Tensor
     prefill_tokens: Tensor
+    prefill_next: Tensor
     prefill_fresh: Tensor
     emitting: Tensor
     proposed: Tensor
-    temperatures: Tensor
-    seeds: Tensor
 
 
 class TokenRows(NamedTuple):
@@ -133,8 +136,9 @@ def place(
 
 
 def deciding(inputs: StepInputs, hidden: Tensor) -> Tensor:
-    """The token rows whose logits are needed: all of decode `[R * verify_width]`, then, in a step
-    with prefill, the last token of each emitting row `[D]` (unused for decode rows)."""
+    """Of something about each token row, `[N, ...]`, that of the rows whose logits are needed: all
+    of decode `[R * verify_width]`, then, in a step with prefill, the last token of each emitting
+    row `[D]` (unused for decode rows)."""
     num_decode, width = inputs.decode_slots.shape[0], inputs.verify_width
     decode = hidden[: num_decode * width]
     num_prefill, length = inputs.prefill_tokens.shape

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from models.choosing import TokenScores, choose, emitted_scores, prompt_scores
 from models.dflash import DFlashDrafter
 from models.kv_cache import LayerKV
 from models.rows import Emitted, StepInputs, TokenRows, deciding, emit, place
-from models.sampler import greedy
+from models.slot_sampling import SamplingState
 from models.state import SlotState
 from models.target import RunLayers, Target, run_layers
 
@@ -18,10 +19,13 @@ from models.target import RunLayers, Target, run_layers
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Of the emitting rows in order: `sampled [D, K + 1] int32`, padded with -1 (all -1 for a
-    padded row), and `num_drafts [D] int32`, the drafts each row really verified."""
+    padded row), and `num_drafts [D] int32`, the drafts each row really verified. `logprobs` of
+    the first tokens of each row, and `prompt_logprobs` of the prefill grid, if asked for."""
 
     sampled: Tensor
     num_drafts: Tensor
+    logprobs: TokenScores | None
+    prompt_logprobs: TokenScores | None
 
 
 class Regions(NamedTuple):
@@ -66,6 +70,7 @@ class ModelRank:
     target_kv: Sequence[LayerKV]
     drafter_kv: Sequence[LayerKV]
     state: SlotState
+    sampling: SamplingState
     vocab_size: int
 
     def step(self, inputs: StepInputs, captured: dict[str, Tensor] | None = None) -> StepResult:
@@ -90,8 +95,11 @@ class ModelRank:
             self.target_kv,
             self.regions.run_layers,
         )
+        head = self.target.lm_head
         logits = self.target.logits(deciding(inputs, hidden))
-        chosen = greedy(logits, self.target.lm_head)
+        max_context = inputs.context_pages * page_size
+        chosen = choose(inputs, rows, logits, self.sampling, max_context, head)
+        logprobs = emitted_scores(inputs, logits, chosen, head)
         config = self.drafter.config if self.drafter else None
         emitted = emit_rows(inputs, rows, chosen, state, page_size, self.vocab_size, config)
         if self.regions.inject is not None:
@@ -103,7 +111,8 @@ class ModelRank:
             logits = self._propose(self.drafter, inputs, emitted, page_size)
             if captured is not None:
                 captured["draft_logits"] = logits
-        return StepResult(emitted.sampled, emitted.num_drafts)
+        prompt_logprobs = prompt_scores(inputs, hidden, head)
+        return StepResult(emitted.sampled, emitted.num_drafts, logprobs, prompt_logprobs)
 
     def _propose(
         self, drafter: DFlashDrafter, inputs: StepInputs, emitted: Emitted, page_size: int

@@ -3,6 +3,7 @@ whatever stands in a batch."""
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,37 @@ def test_bfloat16_is_exact(warm: LLM, plain_bfloat16: LLM) -> None:
     assert batched == expected
     assert alone == expected
     assert warm.stats.accepted_tokens > 0
+
+
+def test_sampled_bfloat16_is_exact(warm: LLM, plain_bfloat16: LLM) -> None:
+    """The same with everything that a request may ask of its distribution, and nothing is compiled
+    for it."""
+    prompts = short_prompts(warm, 6)
+    sampled = SamplingParams(max_tokens=30, temperature=0.7, top_p=0.95, seed=5)
+    shaped = replace(sampled, repetition_penalty=1.1, frequency_penalty=0.2, min_tokens=20)
+    wanted = [
+        sampled,
+        replace(sampled, temperature=1.0, top_k=40, min_p=0.02, logprobs=3),
+        shaped,
+        replace(shaped, temperature=0.0, presence_penalty=0.5, prompt_logprobs=1),
+        replace(sampled, temperature=0.1, logit_bias=((260, 5.0),), bad_words=((198,), (30, 216))),
+        SamplingParams(max_tokens=30, logprobs=0),
+    ]
+    expected = [
+        plain_bfloat16.generate([prompt], sampling)[0]
+        for prompt, sampling in zip(prompts, wanted, strict=True)
+    ]
+    for output, other in zip(warm.generate(prompts, wanted), expected, strict=True):
+        assert output.token_ids == other.token_ids
+        for found, before in (
+            (output.logprobs, other.logprobs),
+            (output.prompt_logprobs[1:], other.prompt_logprobs[1:]),
+        ):
+            scores = [
+                [entry.logprob if entry else None for entry in run] for run in (found, before)
+            ]
+            assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+    assert warm.stats.late_compiles == 0
 
 
 def test_logits_are_captured_where_asked(tmp_path: Path) -> None:

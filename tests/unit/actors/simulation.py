@@ -123,6 +123,8 @@ class Device:
     def run(self, plan: StepPlan, rng: random.Random, acceptance: float) -> StepOutput:
         assert plan.bucket is not None
         proposed = plan.bucket.num_drafts
+        for sampling in plan.samplings:
+            self.slots[sampling.slot] = DeviceSlot(self.clients[sampling.seed])
         runs = [self.verify(row, proposed, rng, acceptance) for row in plan.decode]
         runs += [run for row in plan.prefill if (run := self.prefill(row, proposed))]
         drafts = [
@@ -134,7 +136,6 @@ class Device:
         self, row: DecodeRow, proposed: int, rng: random.Random, acceptance: float
     ) -> tuple[int, ...]:
         slot = self.slots[row.slot]
-        assert row.seed == slot.client.seed
         rejected = 1 + slot.planned - slot.emitted if row.prev_in_flight else 0
         assert row.position - rejected == slot.fed
         assert row.num_drafts <= slot.drafts, "drafts that nobody proposed"
@@ -148,16 +149,14 @@ class Device:
         return slot.client.tokens(first, slot.emitted)
 
     def prefill(self, row: PrefillRow, proposed: int) -> tuple[int, ...]:
-        if row.fresh:
-            self.slots[row.slot] = DeviceSlot(self.clients[row.seed])
         slot = self.slots[row.slot]
-        assert row.seed == slot.client.seed
         end = row.start + len(row.token_ids)
         assert row.token_ids
         assert row.start == slot.fed
         assert row.fresh == (row.start == 0)
         assert row.token_ids == slot.client.prompt[row.start : end]
         assert row.last == (end == len(slot.client.prompt))
+        assert row.next_token_id == (*slot.client.prompt, -1)[end]
         slot.fed = end
         if not row.last:
             return ()
@@ -330,16 +329,20 @@ class Simulation:
         return decode, chunks
 
     def check_pages(self, plan: StepPlan) -> None:
-        """Pages come with the first row, into a slot that no unread row is in."""
+        """Pages and sampling come with the first row, into a slot that no unread row is in."""
         updates = {update.slot: update for update in plan.page_updates}
-        assert len(updates) == len(plan.page_updates)
+        samplings = {sampling.slot: sampling for sampling in plan.samplings}
+        assert len(updates) == len(plan.page_updates) == len(samplings) == len(plan.samplings)
         fresh = {row.slot: row for row in plan.prefill if row.fresh}
-        assert set(updates) == set(fresh)
-        for slot, row in fresh.items():
+        assert set(updates) == set(samplings) == set(fresh)
+        for slot in fresh:
             assert 0 <= slot < self.config.num_slots
             assert all(slot != r.slot for p, _ in self.unread for r in (*p.decode, *p.prefill))
             assert all(slot != client.slot for client in self.running), "a slot that is held"
-            (client,) = (client for client in self.running if client.seed == row.seed)
+            seed = samplings[slot].seed
+            (client,) = (client for client in self.running if client.seed == seed)
+            assert samplings[slot].temperature == client.message.sampling.temperature
+            assert samplings[slot].prompt_len == len(client.prompt)
             assert updates[slot].first == 0
             client.slot, client.table = slot, updates[slot].pages
             assert len(client.table) == self.pages_of(client)
@@ -352,7 +355,6 @@ class Simulation:
         for row in plan.prefill:
             client = self.holder(row.slot)
             found[client] += len(row.token_ids)
-            assert row.temperature == client.message.sampling.temperature
             if row.last:
                 assert row.propose == (self.choice > 0 and client.left - 1 >= 2)
         assert found == expected
@@ -369,7 +371,6 @@ class Simulation:
             # Nor are drafts not made which a next step may verify, whatever is rejected till then.
             most_left = client.left - row.prev_in_flight - 1
             assert row.propose == (self.choice > 0 and most_left >= 2)
-            assert row.temperature == client.message.sampling.temperature
 
     def check_bucket(self, plan: StepPlan) -> None:
         bucket, size = plan.bucket, self.config.block_size

@@ -1,5 +1,7 @@
+from dataclasses import replace
+
 from actors.delivery import Delivery, joined
-from actors.messages import FinishReason, SpeculationStats, TokenChunk
+from actors.messages import FinishReason, SpeculationStats, TokenChunk, TokenLogprobs
 
 
 class Clock:
@@ -19,6 +21,7 @@ def chunk(
         token_ids=token_ids,
         finish_reason=finish,
         speculation=stats,
+        logprobs=tuple(TokenLogprobs(logprob=-token, rank=1) for token in token_ids),
     )
 
 
@@ -84,3 +87,10 @@ def test_a_stream_that_was_cut_is_forgotten() -> None:
 def test_joined_chunks_are_one_that_ends_like_the_second() -> None:
     found = joined(chunk("a", 3, 5, 6), chunk("a", 5, 7, finish="length"))
     assert found == chunk("a", 3, 5, 6, 7, finish="length")
+
+
+def test_what_is_known_of_the_prompt_stays_with_the_first_chunk() -> None:
+    first = replace(chunk("a", 0, 5), prompt_logprobs=(None,), cached_tokens=3)
+    assert joined(first, chunk("a", 1, 6)) == replace(
+        chunk("a", 0, 5, 6), prompt_logprobs=(None,), cached_tokens=3
+    )

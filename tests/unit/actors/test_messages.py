@@ -14,10 +14,12 @@ from actors.messages import (
     PageUpdate,
     PrefillRow,
     SamplingParams,
+    SlotSampling,
     SpeculationStats,
     StepOutput,
     StepPlan,
     TokenChunk,
+    TokenLogprobs,
     decode_output,
     decode_plan,
     encode,
@@ -25,7 +27,7 @@ from actors.messages import (
 
 counts = st.integers(0, 2**31 - 1)
 seeds = st.integers(-(2**63), 2**63 - 1)
-temperatures = st.floats(0, 2)
+numbers = st.floats(allow_nan=False)
 token_ids = st.lists(counts, max_size=6).map(tuple)
 buckets = st.builds(
     Bucket,
@@ -37,6 +39,9 @@ buckets = st.builds(
     emitting_rows=counts,
     num_tokens=counts,
     context_pages=counts,
+    choosing=st.sampled_from(["greedy", "sampled", "shaped"]),
+    num_logprobs=st.integers(-1, 20),
+    num_prompt_logprobs=st.integers(-1, 20),
 )
 decode_rows = st.builds(
     DecodeRow,
@@ -45,8 +50,6 @@ decode_rows = st.builds(
     num_drafts=counts,
     propose=st.booleans(),
     prev_in_flight=st.booleans(),
-    temperature=temperatures,
-    seed=seeds,
 )
 prefill_rows = st.builds(
     PrefillRow,
@@ -56,9 +59,30 @@ prefill_rows = st.builds(
     fresh=st.booleans(),
     last=st.booleans(),
     propose=st.booleans(),
-    temperature=temperatures,
-    seed=seeds,
+    next_token_id=st.integers(-1, 2**31 - 1),
 )
+samplings = st.builds(
+    SlotSampling,
+    slot=counts,
+    temperature=numbers,
+    top_k=counts,
+    top_p=numbers,
+    min_p=numbers,
+    seed=seeds,
+    presence_penalty=numbers,
+    frequency_penalty=numbers,
+    repetition_penalty=numbers,
+    edits=st.lists(st.tuples(counts, numbers, counts), max_size=3).map(tuple),
+    bad_words=st.lists(token_ids, max_size=3).map(tuple),
+    prompt_len=counts,
+)
+token_logprobs = st.builds(
+    TokenLogprobs,
+    logprob=numbers,
+    rank=counts,
+    top=st.lists(st.tuples(counts, numbers), max_size=3).map(tuple),
+)
+logprobs = st.lists(st.lists(token_logprobs, max_size=3).map(tuple), max_size=3).map(tuple)
 plans = st.builds(
     StepPlan,
     step=counts,
@@ -68,12 +92,15 @@ plans = st.builds(
     page_updates=st.lists(
         st.builds(PageUpdate, slot=counts, first=counts, pages=token_ids), max_size=3
     ).map(tuple),
+    samplings=st.lists(samplings, max_size=2).map(tuple),
 )
 outputs = st.builds(
     StepOutput,
     step=counts,
     sampled=st.lists(token_ids, max_size=4).map(tuple),
     num_drafts=token_ids,
+    logprobs=logprobs,
+    prompt_logprobs=logprobs,
     late_compiles=counts,
 )
 
@@ -132,8 +159,6 @@ def test_a_full_decode_step_is_small() -> None:
             num_drafts=9,
             propose=True,
             prev_in_flight=True,
-            temperature=0.7,
-            seed=2**62 + i,
         )
         for i in range(8)
     )
@@ -155,8 +180,7 @@ def test_a_full_decode_step_is_small() -> None:
             fresh=i == 0,
             last=i == 3,
             propose=True,
-            temperature=0.7,
-            seed=2**62,
+            next_token_id=150_064,
         )
         for i in range(4)
     )

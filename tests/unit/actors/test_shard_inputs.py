@@ -1,14 +1,33 @@
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.messages import Bucket, DecodeRow, PageUpdate, PrefillRow, StepPlan
-from actors.shard_inputs import step_inputs, write_page_updates
+from actors.messages import Bucket, DecodeRow, PageUpdate, PrefillRow, SlotSampling, StepPlan
+from actors.shard_inputs import step_inputs, write_page_updates, write_samplings
+from models.slot_sampling import SamplingState
 from models.state import SlotState
 
 SCRATCH = 9
 small = st.integers(0, 8)
-seeds = st.integers(-(2**63), 2**63 - 1)
+floats = st.floats(-100, 100, width=32)
+ids = st.integers(0, 200_000)
+samplings = st.builds(
+    SlotSampling,
+    slot=st.integers(0, 2),
+    temperature=floats,
+    top_k=st.integers(0, 2**31 - 1),
+    top_p=floats,
+    min_p=floats,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    repetition_penalty=floats,
+    edits=st.lists(st.tuples(ids, floats | st.just(-math.inf), ids), max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(ids, min_size=1, max_size=4).map(tuple), max_size=2).map(tuple),
+    prompt_len=st.integers(1, 10_000),
+)
 
 
 @st.composite
@@ -23,8 +42,6 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 num_drafts=small,
                 propose=st.booleans(),
                 prev_in_flight=st.booleans(),
-                temperature=st.floats(0, 2, width=32),
-                seed=seeds,
             ),
             max_size=3,
         )
@@ -39,8 +56,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 fresh=st.booleans(),
                 last=st.booleans(),
                 propose=st.booleans(),
-                temperature=st.floats(0, 2, width=32),
-                seed=seeds,
+                next_token_id=st.integers(-1, 200_000),
             ),
             max_size=3,
         )
@@ -58,6 +74,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
         num_drafts=draw(st.integers(0, 9)),
         num_tokens=decode_size * verify_width + prefill_size * width + draw(st.integers(0, 9)),
         context_pages=draw(st.integers(1, 10)),
+        choosing=draw(st.sampled_from(["greedy", "sampled", "shaped"])),
+        num_logprobs=draw(st.integers(-1, 20)),
+        num_prompt_logprobs=draw(st.integers(-1, 20)),
     )
     return StepPlan(step=1, bucket=bucket, decode=tuple(decode), prefill=tuple(prefill))
 
@@ -67,10 +86,8 @@ def test_emitting_rows_are_decode_then_ends_of_prompts_then_padding(plan: StepPl
     assert plan.bucket is not None
     inputs = step_inputs(plan, SCRATCH)
     size = plan.bucket.emitting_rows
-    assert inputs.emitting.dtype == inputs.seeds.dtype == inputs.proposed.dtype == torch.int32
-    assert inputs.temperatures.dtype == torch.float32
-    assert inputs.emitting.shape == inputs.proposed.shape == inputs.temperatures.shape == (size,)
-    assert inputs.seeds.shape == (size, 2)
+    assert inputs.emitting.dtype == inputs.proposed.dtype == torch.int32
+    assert inputs.emitting.shape == inputs.proposed.shape == (size,)
     rows: list[tuple[int, DecodeRow | PrefillRow]] = list(enumerate(plan.decode))
     rows += [
         (i, row) for i, row in enumerate(plan.prefill, start=plan.bucket.decode_rows) if row.last
@@ -79,9 +96,6 @@ def test_emitting_rows_are_decode_then_ends_of_prompts_then_padding(plan: StepPl
         place, row = rows[i] if i < len(rows) else (-1, None)
         assert inputs.emitting[i].item() == place
         assert inputs.proposed[i].item() == (plan.bucket.num_drafts if row and row.propose else 0)
-        low, high = inputs.seeds[i].tolist()
-        assert (high << 32) + (low & 0xFFFFFFFF) == (row.seed if row else 0)
-        assert inputs.temperatures[i].item() == (row.temperature if row else 0.0)
 
 
 @given(plans())
@@ -124,6 +138,7 @@ def test_prefill_rows_then_padding(plan: StepPlan) -> None:
         (inputs.prefill_slots, torch.int32),
         (inputs.prefill_starts, torch.int32),
         (inputs.prefill_counts, torch.int32),
+        (inputs.prefill_next, torch.int32),
         (inputs.prefill_fresh, torch.bool),
     )
     for tensor, dtype in columns:
@@ -140,12 +155,13 @@ def test_prefill_rows_then_padding(plan: StepPlan) -> None:
                 row.slot,
                 row.start,
                 len(row.token_ids),
+                row.next_token_id,
                 row.fresh,
             )
             for j, token_id in enumerate(row.token_ids):
                 tokens[j] = token_id
         else:
-            expected = (SCRATCH, 0, 0, False)
+            expected = (SCRATCH, 0, 0, -1, False)
         assert found == expected
         assert inputs.prefill_tokens[i].tolist() == tokens
 
@@ -157,6 +173,9 @@ def test_the_bucket_fixes_the_rest(plan: StepPlan) -> None:
     assert inputs.verify_width == plan.bucket.verify_width
     assert inputs.num_tokens == plan.bucket.num_tokens
     assert inputs.context_pages == plan.bucket.context_pages
+    assert inputs.choosing == plan.bucket.choosing
+    assert inputs.num_logprobs == plan.bucket.num_logprobs
+    assert inputs.num_prompt_logprobs == plan.bucket.num_prompt_logprobs
 
 
 @given(
@@ -179,3 +198,40 @@ def test_page_updates_change_only_their_entries(updates: list[tuple[int, int, li
     )
     write_page_updates(plan, state)
     assert state.block_table.tolist() == expected
+
+
+@given(st.lists(samplings, max_size=5))
+def test_a_slot_is_sampled_as_it_was_told_last(told: list[SlotSampling]) -> None:
+    state = SamplingState.allocate(
+        3, num_positions=1, num_edits=3, num_bad_words=2, bad_word_length=4
+    )
+    write_samplings(StepPlan(step=1, samplings=tuple(told)), state)
+    last = {sampling.slot: sampling for sampling in told}
+    for slot in range(4):
+        rows = state.rows(torch.tensor([slot]), torch.tensor([7]))
+        edits = [
+            (int(token_id), float(value), int(until))
+            for token_id, value, until in zip(
+                state.edit_ids[slot], state.edit_values[slot], state.edit_until[slot], strict=True
+            )
+            if token_id >= 0
+        ]
+        words = [tuple(t for t in word if t >= 0) for word in state.bad_words[slot].tolist()]
+        words = [word for word in words if word]
+        if slot not in last:
+            assert (rows.temperature.item(), edits, words) == (0.0, [], [])
+            continue
+        sampling = last[slot]
+        assert rows.temperature.item() == sampling.temperature
+        assert rows.top_k.item() == sampling.top_k
+        assert rows.top_p.item() == sampling.top_p
+        assert rows.min_p.item() == sampling.min_p
+        low, high = rows.seeds[0].tolist()
+        assert (high << 32) + (low & 0xFFFFFFFF) == sampling.seed
+        assert rows.positions.tolist() == [7]
+        assert state.presence[slot].item() == sampling.presence_penalty
+        assert state.frequency[slot].item() == sampling.frequency_penalty
+        assert state.repetition[slot].item() == sampling.repetition_penalty
+        assert state.prompt_lens[slot].item() == sampling.prompt_len
+        assert edits == list(sampling.edits)
+        assert words == list(sampling.bad_words)

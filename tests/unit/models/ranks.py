@@ -18,6 +18,7 @@ from models.kv_cache import LayerKV, allocate
 from models.layers import LMHead
 from models.ops import Grid, Ops, TorchOps
 from models.parallel import TensorParallel
+from models.slot_sampling import SamplingState
 from models.state import SlotState
 from models.steps import ModelRank, Regions
 from models.target import Target
@@ -206,6 +207,13 @@ def load_model_rank(
         target_kv=kv[:num_target],
         drafter_kv=kv[num_target:],
         state=state,
+        sampling=SamplingState.allocate(
+            num_slots,
+            num_positions=max_model_len,
+            num_edits=4,
+            num_bad_words=3,
+            bad_word_length=3,
+        ),
         vocab_size=load_target_config(target_dir).vocab_size,
     )
 

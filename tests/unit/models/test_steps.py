@@ -73,6 +73,9 @@ def inputs(
         num_drafts=num_drafts if len(emitting) + padding else 0,
         num_tokens=num_decode * width + tokens.numel() + padding,
         context_pages=pages,
+        choosing="greedy",
+        num_logprobs=-1,
+        num_prompt_logprobs=-1,
         decode_slots=ints([row.slot for row in decode], SCRATCH),
         decode_positions=ints([row.position for row in decode]),
         decode_num_drafts=ints([row.num_drafts for row in decode]),
@@ -82,11 +85,10 @@ def inputs(
         prefill_starts=ints([row.start for row in prefill]),
         prefill_counts=ints([len(row.tokens) for row in prefill]),
         prefill_tokens=tokens,
+        prefill_next=ints([-1] * len(prefill), fill=-1),
         prefill_fresh=ints([row.start == 0 for row in prefill]).bool(),
         emitting=ints([*range(len(decode)), *(num_decode + i for i in last)], fill=-1),
         proposed=ints([num_drafts * row.propose for row in emitting]),
-        temperatures=torch.zeros(len(emitting) + padding),
-        seeds=torch.zeros(len(emitting) + padding, 2, dtype=torch.int32),
     )
 
 
