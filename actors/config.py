@@ -89,6 +89,7 @@ class EngineArgs(_Frozen):
     engine per machine. `step_timeout_s` is how long a shard may take for one step before it counts
     as wedged, `warm_up_timeout_s` the same for a step of warm-up, which compiles.
     `async_scheduling` plans and submits a step before the output of the one before it was read.
+    `enable_prefix_caching` shares the KV of equal beginnings of prompts between requests.
     A served stream gets its tokens every `stream_interval_s`, the first and last at once; 0 sends
     them with every step.
 
@@ -122,6 +123,7 @@ class EngineArgs(_Frozen):
     debug_logits_dir: str | None = Field(default=None, min_length=1)
     profile_num_layers: int | None = Field(default=None, ge=1)
     async_scheduling: bool = True
+    enable_prefix_caching: bool = True
     stream_interval_s: float | None = Field(default=None, ge=0)
 
 
@@ -156,6 +158,7 @@ class EngineConfig(_Frozen):
     buckets: Buckets
     debug_logits_dir: Path | None
     async_scheduling: bool
+    enable_prefix_caching: bool
     stream_interval_s: float
 
     @classmethod
@@ -224,6 +227,7 @@ class EngineConfig(_Frozen):
             else None,
             buckets=_buckets(args, drafter.block_size if drafter else 1, max_model_len),
             async_scheduling=args.async_scheduling,
+            enable_prefix_caching=args.enable_prefix_caching,
             stream_interval_s=_STREAM_INTERVAL_S
             if args.stream_interval_s is None
             else args.stream_interval_s,

@@ -41,12 +41,14 @@ class RequestTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """One finished generation. A token that ended it is the last of `token_ids`."""
+    """One finished generation. A token that ended it is the last of `token_ids`. `cached_tokens` of
+    the prompt came from the prefix cache."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
+    cached_tokens: int
     speculation: SpeculationStats
     timing: RequestTiming
 
@@ -216,6 +218,7 @@ class LLM:
             token_ids=token_ids,
             text=self.tokenizer.decode(token_ids, skip_special_tokens=True),
             finish_reason=last.finish_reason,
+            cached_tokens=run.chunks[0].cached_tokens,
             speculation=last.speculation,
             timing=RequestTiming(
                 submitted_at=run.submitted_at,

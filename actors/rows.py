@@ -13,9 +13,8 @@ def decode_row(request: Request, max_drafts: int) -> DecodeRow:
     return DecodeRow(
         slot=request.held_slot,
         position=request.next_position,
-        # The last token a request may emit is never fed, nor are drafts that could not be emitted.
-        num_drafts=min(max_drafts, request.num_proposed, request.num_left_ahead - 1),
-        propose=_is_proposing(max_drafts, most_left),
+        num_drafts=min(max_drafts, request.most_drafts),
+        propose=_is_proposing(request, max_drafts, most_left),
         prev_in_flight=in_flight,
         temperature=sampling.temperature,
         seed=sampling.seed,
@@ -34,10 +33,10 @@ def prefill_rows(request: Request, count: int, width: int, max_drafts: int) -> l
             PrefillRow(
                 slot=request.held_slot,
                 start=start,
-                token_ids=request.message.prompt_token_ids[start:stop],
-                fresh=start == 0,
+                token_ids=request.known_tokens(start, stop),
+                fresh=start == request.first_position,
                 last=stop == request.prefill_len,
-                propose=_is_proposing(max_drafts, request.num_left),
+                propose=_is_proposing(request, max_drafts, request.num_left),
                 temperature=sampling.temperature,
                 seed=sampling.seed,
             )
@@ -45,10 +44,10 @@ def prefill_rows(request: Request, count: int, width: int, max_drafts: int) -> l
     return rows
 
 
-def _is_proposing(max_drafts: int, most_left: int) -> bool:
+def _is_proposing(request: Request, max_drafts: int, most_left: int) -> bool:
     """Drafts are of use only where another step may still verify one.
 
     `most_left` is how many tokens the request may have left before this step, at the most. Where
     this says no, no later row of the request is planned with drafts.
     """
-    return max_drafts > 0 and most_left > 2
+    return min(max_drafts, request.max_drafts) > 0 and most_left > 2

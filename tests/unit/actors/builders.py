@@ -1,6 +1,7 @@
 """Engine configurations and requests made on the spot, without checkpoints."""
 
 from pathlib import Path
+from typing import Any
 
 from actors.config import Buckets, EngineConfig
 from actors.messages import GenerateRequest, SamplingParams
@@ -54,6 +55,7 @@ def engine_config(
     verify_widths: tuple[int, ...] | None = None,
     prefill_widths: tuple[int, ...] = (16, 64, 256),
     adaptive_drafts: bool = False,
+    enable_prefix_caching: bool = True,
 ) -> EngineConfig:
     """`num_drafts` 0 is an engine without speculation; the pool defaults to one that is ample.
 
@@ -97,6 +99,7 @@ def engine_config(
             context_lengths=doublings(4 * block_size, max_model_len),
         ),
         async_scheduling=async_scheduling,
+        enable_prefix_caching=enable_prefix_caching,
         stream_interval_s=0.0,
     )
 
@@ -119,8 +122,10 @@ def generate_request(
     seed: int = 0,
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
+    prompt_logprobs: int | None = None,
+    **changes: Any,
 ) -> GenerateRequest:
-    """`prompt` is the token ids, or how many of them."""
+    """`prompt` is the token ids, or how many of them; `changes` are fields of the request."""
     if isinstance(prompt, int):
         prompt = tuple((3 + i) % VOCAB for i in range(prompt))
     return GenerateRequest(
@@ -132,5 +137,7 @@ def generate_request(
             seed=seed,
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
+            prompt_logprobs=prompt_logprobs,
         ),
+        **changes,
     )
