@@ -102,9 +102,47 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
     return config, operations
 
 
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
+    """Long requests with beginnings in common, in a pool that holds few of them."""
+    num_drafts = draw(st.integers(0, 4))
+    seqs = draw(st.integers(2, 4))
+    block_size = draw(st.integers(1, 5))
+    max_model_len = draw(st.integers(16, 60))
+    per_request = -(-max_model_len // block_size)
+    config = engine_config(
+        num_drafts=num_drafts,
+        max_model_len=max_model_len,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(16, seqs * (num_drafts + 1)) + draw(st.integers(0, 40)),
+        block_size=block_size,
+        num_kv_pages=per_request + 1 + draw(st.integers(0, per_request // 2)),
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+    )
+    operations: list[Operation] = []
+    for index in range(draw(st.integers(2, 8))):
+        length = draw(st.integers(1, max_model_len // 2))
+        request = generate_request(
+            f"r{index}",
+            prompt_of(draw(st.integers(0, 1)), draw(st.integers(0, length)), index, length),
+            max_tokens=draw(st.integers(8, 60)),
+            seed=index,
+            ignore_eos=draw(st.booleans()),
+            priority=draw(st.sampled_from([0, 0, 1, -1])),
+            max_draft_tokens=draw(st.sampled_from([None, None, 0])),
+        )
+        operations.append(Arrive(request))
+        for _ in range(draw(st.integers(0, 6))):
+            operations.append(Submit(draw(st.integers(0, 1000)), draw(st.sampled_from([0.3, 1.0]))))
+            operations += [Read()] * draw(st.integers(0, 1))
+        if draw(st.integers(0, 3)) == 0:
+            operations.append(Abort(draw(st.integers(0, index))))
+    return config, operations
+
+
 @settings(max_examples=400, deadline=None)
 @given(
-    scenario=scenarios(),
+    scenario=scenarios() | crowds(),
     leave_out_seed=st.none() | st.integers(0, 1000),
     drafts_seed=st.none() | st.integers(0, 1000),
     seed=st.integers(0, 1000),
