@@ -239,6 +239,13 @@ class EngineConfig(_Frozen):
         return self.drafter.num_drafts if self.drafter else 0
 
     @property
+    def draft_end(self) -> int:
+        """Where blocks may no longer begin: all of one is within the positions of the drafter."""
+        if self.drafter is None:
+            return 0
+        return self.drafter.decoder.max_position_embeddings - self.drafter.num_drafts
+
+    @property
     def num_slots(self) -> int:
         return self.max_num_seqs
 

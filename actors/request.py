@@ -14,7 +14,7 @@ class Request:
     The first `prefill_len` tokens, the prompt and, after a preemption, what had been emitted, are
     fed as prefill rows, but for those in front of `first_position`, which were cached; what comes
     after is known to the device already. The last planned row proposes `num_proposed` drafts, of
-    which no row verifies more than `max_drafts`.
+    which no row verifies more than `max_drafts`; a drafter's block begins below `draft_end`.
 
     `slot` and `pages` are held while the request runs, and by one that has ended or is to make room
     for others until nothing of it is ahead. The device knows the first `num_sent` of the pages,
@@ -26,6 +26,7 @@ class Request:
     stop_token_ids: frozenset[int]
     max_len: int
     max_drafts: int = 0
+    draft_end: int = 0
     arrival: int = 0
     chain: HashChain | None = None
     prefill_len: int = field(init=False)
@@ -91,6 +92,12 @@ class Request:
         The last token it may emit is never fed, nor are drafts that could not be emitted.
         """
         return min(self.max_drafts, self.num_proposed, self.num_left_ahead - 1)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether its next row may verify drafts, or propose some."""
+        within = self.num_proposed > 0 or self.next_position < self.draft_end
+        return self.max_drafts > 0 and within
 
     @property
     def held_slot(self) -> int:

@@ -10,11 +10,13 @@ def decode_row(request: Request, max_drafts: int) -> DecodeRow:
     in_flight = request.num_ahead > 0
     # The unread step emits at least one token, maybe no more: then this step needs the drafts.
     most_left = request.num_left - in_flight
+    num_drafts = min(max_drafts, request.most_drafts)
+    bonus = request.next_position + num_drafts + 1
     return DecodeRow(
         slot=request.held_slot,
         position=request.next_position,
-        num_drafts=min(max_drafts, request.most_drafts),
-        propose=_is_proposing(request, max_drafts, most_left),
+        num_drafts=num_drafts,
+        propose=_is_proposing(request, max_drafts, bonus, most_left),
         prev_in_flight=in_flight,
         temperature=sampling.temperature,
         seed=sampling.seed,
@@ -36,7 +38,7 @@ def prefill_rows(request: Request, count: int, width: int, max_drafts: int) -> l
                 token_ids=request.known_tokens(start, stop),
                 fresh=start == request.first_position,
                 last=stop == request.prefill_len,
-                propose=_is_proposing(request, max_drafts, request.num_left),
+                propose=_is_proposing(request, max_drafts, stop, request.num_left),
                 temperature=sampling.temperature,
                 seed=sampling.seed,
             )
@@ -44,10 +46,13 @@ def prefill_rows(request: Request, count: int, width: int, max_drafts: int) -> l
     return rows
 
 
-def _is_proposing(request: Request, max_drafts: int, most_left: int) -> bool:
-    """Drafts are of use only where another step may still verify one.
+def _is_proposing(request: Request, max_drafts: int, bonus: int, most_left: int) -> bool:
+    """Drafts are of use only where another step may still verify one, and are made only where a
+    whole block is within the drafter's positions.
 
-    `most_left` is how many tokens the request may have left before this step, at the most. Where
-    this says no, no later row of the request is planned with drafts.
+    `bonus` is where the row's last token may stand at the most, behind which the block is drafted;
+    `most_left` how many tokens the request may have left before this step, at the most.
     """
+    if bonus >= request.draft_end:
+        return False
     return min(max_drafts, request.max_drafts) > 0 and most_left > 2

@@ -87,6 +87,7 @@ class Scheduler:
             max_drafts=self.config.num_drafts
             if message.max_draft_tokens is None
             else min(message.max_draft_tokens, self.config.num_drafts),
+            draft_end=self.config.draft_end,
             arrival=self._num_added,
             chain=HashChain(self.config.block_size, message.cache_salt)
             if self.config.enable_prefix_caching
@@ -194,7 +195,7 @@ class Scheduler:
         """How many drafts the next step verifies and proposes per row."""
         emitting = [r for r, count in chunks if r.next_position + count == r.prefill_len]
         emitting += decode
-        if not any(request.max_drafts for request in emitting):
+        if not any(request.may_draft for request in emitting):
             return 0
         return self.speculation.choose(self.ladder.decode_size(len(emitting)))
 

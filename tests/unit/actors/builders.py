@@ -11,7 +11,7 @@ VOCAB = 64
 EOS = 1
 
 
-def decoder_config(num_layers: int) -> DecoderConfig:
+def decoder_config(num_layers: int, max_positions: int = 4096) -> DecoderConfig:
     return DecoderConfig(
         num_layers=num_layers,
         hidden_size=8,
@@ -24,15 +24,15 @@ def decoder_config(num_layers: int) -> DecoderConfig:
         attention_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_positions,
     )
 
 
-def drafter_config(num_drafts: int) -> DrafterConfig:
+def drafter_config(num_drafts: int, max_positions: int) -> DrafterConfig:
     return DrafterConfig(
         architecture="DFlashDraftModel",
         format="z-lab",
-        decoder=decoder_config(1),
+        decoder=decoder_config(1, max_positions),
         vocab_size=VOCAB,
         draft_vocab_size=VOCAB,
         target_hidden_size=8,
@@ -56,6 +56,7 @@ def engine_config(
     prefill_widths: tuple[int, ...] = (16, 64, 256),
     adaptive_drafts: bool = False,
     enable_prefix_caching: bool = True,
+    drafter_positions: int = 4096,
 ) -> EngineConfig:
     """`num_drafts` 0 is an engine without speculation; the pool defaults to one that is ample.
 
@@ -74,7 +75,7 @@ def engine_config(
             dtype="float32",
         ),
         drafter_path=Path("drafter") if num_drafts else None,
-        drafter=drafter_config(num_drafts) if num_drafts else None,
+        drafter=drafter_config(num_drafts, drafter_positions) if num_drafts else None,
         adaptive_drafts=adaptive_drafts,
         tensor_parallel_size=1,
         dtype="float32",

@@ -321,7 +321,7 @@ class Simulation:
             return plan
         self.check_pages(plan)
         emitting = [self.holder(row.slot) for row in emitting_rows(plan)]
-        if not any(client.most_drafts(self.config.num_drafts) for client in emitting):
+        if not any(self.may_draft(client) for client in emitting):
             self.choice = 0
         elif not self.chooses:
             self.choice = self.config.num_drafts
@@ -373,6 +373,16 @@ class Simulation:
         assert not self.waiting
         assert not self.running
         return chunks
+
+    def may_draft(self, client: Client) -> bool:
+        is_within = client.proposed > 0 or self.block_fits(client.start)
+        return is_within and client.most_drafts(self.config.num_drafts) > 0
+
+    def block_fits(self, bonus: int) -> bool:
+        drafter = self.config.drafter
+        if drafter is None:
+            return False
+        return bonus + drafter.num_drafts < drafter.decoder.max_position_embeddings
 
     def holder(self, slot: int) -> Client:
         (client,) = (client for client in self.running if client.slot == slot)
@@ -550,7 +560,9 @@ class Simulation:
             found[client] += len(row.token_ids)
             assert row.temperature == client.message.sampling.temperature
             if row.last:
-                assert row.propose == (client.most_drafts(self.choice) > 0 and client.left - 1 >= 2)
+                fits = self.block_fits(client.prefill_len)
+                drafts = client.most_drafts(self.choice) > 0
+                assert row.propose == (drafts and fits and client.left - 1 >= 2)
         assert found == expected
 
     def check_decode(self, plan: StepPlan, expected: list[Client]) -> None:
@@ -565,7 +577,8 @@ class Simulation:
             assert row.num_drafts == min(most, client.proposed, client.left_ahead - 1)
             # Nor are drafts not made which a next step may verify, whatever is rejected till then.
             most_left = client.left - row.prev_in_flight - 1
-            assert row.propose == (most > 0 and most_left >= 2)
+            fits = self.block_fits(row.position + row.num_drafts + 1)
+            assert row.propose == (most > 0 and fits and most_left >= 2)
             assert row.temperature == client.message.sampling.temperature
 
     def check_bucket(self, plan: StepPlan) -> None:

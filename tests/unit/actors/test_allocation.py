@@ -241,3 +241,30 @@ def test_where_nobody_drafts_the_drafter_is_left_out() -> None:
     for plan in (scheduler.schedule(), scheduler.schedule()):
         assert plan.bucket is not None
         assert plan.bucket.num_drafts == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_past_the_positions_of_the_drafter_requests_go_on_without(ahead: bool) -> None:
+    simulation = Simulation(engine_config(num_drafts=3, drafter_positions=30))
+    rng = random.Random(0)
+    inside = add(simulation, "inside", 5, max_tokens=50)
+    behind = add(simulation, "behind", 40, max_tokens=20)
+    lasts = []
+    while simulation.scheduler.has_work:
+        plan = simulation.submit(rng, 1.0)
+        lasts += [row.position for row in plan.decode if row.num_drafts]
+        while simulation.unread and (plan.bucket is None or len(simulation.unread) > ahead):
+            simulation.read()
+    assert inside.seen == inside.plain
+    assert behind.seen == behind.plain
+    assert behind.draft_tokens == 0
+    # A block of four from position 26 on is the last; it may not be reached exactly.
+    assert 20 < max(lasts) <= 26
+
+
+@pytest.mark.parametrize("num_positions", [2, 3, 4])
+def test_a_drafter_of_too_few_positions_is_of_no_use_and_no_harm(num_positions: int) -> None:
+    simulation = Simulation(engine_config(num_drafts=3, drafter_positions=num_positions))
+    client = add(simulation, "a", 5, max_tokens=20)
+    drained(simulation)
+    assert client.draft_tokens == 0

@@ -118,6 +118,7 @@ def crowds(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
         block_size=block_size,
         num_kv_pages=per_request + 1 + draw(st.integers(0, per_request // 2)),
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        drafter_positions=draw(st.sampled_from([4096, 4096, max_model_len // 2 + 1])),
     )
     operations: list[Operation] = []
     for index in range(draw(st.integers(2, 8))):

@@ -1,5 +1,8 @@
 """The whole engine on tiny pairs: what is cached, shared or computed again changes no token."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +103,25 @@ def test_a_pool_a_quarter_of_what_is_needed_changes_no_token(
         llm._engine.scheduler.check_idle()
     assert [o.token_ids for o in tight] == [o.token_ids for o in ample]
     assert {o.finish_reason for o in tight} == {"length"}
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_a_drafter_of_fewer_positions_stops_there(
+    trained: PairMaker, tmp_path: Path, ahead: bool
+) -> None:
+    target, drafter = trained("qwen3")
+    shutil.copytree(drafter, tmp_path / "short")
+    config = tmp_path / "short" / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "max_position_embeddings": 40}))
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    outputs = {}
+    for name, path in {"whole": drafter, "short": tmp_path / "short"}.items():
+        with engine((target, path), async_scheduling=ahead) as llm:
+            outputs[name] = llm.generate([PROMPT, PROMPT * 4], sampling)
+    for whole, short in zip(outputs["whole"], outputs["short"], strict=True):
+        assert short.token_ids == whole.token_ids
+        assert short.speculation.draft_tokens < whole.speculation.draft_tokens
+    inside, behind = outputs["short"]
+    assert inside.speculation.draft_tokens > 0
+    assert behind.speculation.draft_tokens == 0
