@@ -40,6 +40,9 @@ def slot_sampling(request: Request) -> SlotSampling:
         edits=tuple(edits),
         bad_words=sampling.bad_words,
         prompt_len=prompt_len,
+        history=request.known_tokens(0, request.first_position)
+        if _choosing(sampling) == "shaped"
+        else (),
     )
 
 

@@ -87,6 +87,7 @@ class EngineArgs(_Frozen):
     engine per machine. `step_timeout_s` is how long a shard may take for one step before it counts
     as wedged, `warm_up_timeout_s` the same for a step of warm-up, which compiles.
     `async_scheduling` plans and submits a step before the output of the one before it was read.
+    `enable_prefix_caching` shares the KV of equal beginnings of prompts between requests.
     A served stream gets its tokens every `stream_interval_s`, the first and last at once; 0 sends
     them with every step.
 
@@ -120,6 +121,7 @@ class EngineArgs(_Frozen):
     debug_logits_dir: str | None = Field(default=None, min_length=1)
     profile_num_layers: int | None = Field(default=None, ge=1)
     async_scheduling: bool = True
+    enable_prefix_caching: bool = True
     # Ten messages a second read as a flow, and leave the cores to the model.
     stream_interval_s: float = Field(default=0.1, ge=0)
 
@@ -155,6 +157,7 @@ class EngineConfig(_Frozen):
     buckets: Buckets
     debug_logits_dir: Path | None
     async_scheduling: bool
+    enable_prefix_caching: bool
     stream_interval_s: float
 
     @classmethod
@@ -223,6 +226,7 @@ class EngineConfig(_Frozen):
             else None,
             buckets=_buckets(args, drafter.block_size if drafter else 1, max_model_len),
             async_scheduling=args.async_scheduling,
+            enable_prefix_caching=args.enable_prefix_caching,
             stream_interval_s=args.stream_interval_s,
         )
 
@@ -230,6 +234,13 @@ class EngineConfig(_Frozen):
     def num_drafts(self) -> int:
         """K, the drafts a step verifies per request; 0 without speculation."""
         return self.drafter.num_drafts if self.drafter else 0
+
+    @property
+    def draft_end(self) -> int:
+        """Where blocks may no longer begin: all of one is within the positions of the drafter."""
+        if self.drafter is None:
+            return 0
+        return self.drafter.decoder.max_position_embeddings - self.drafter.num_drafts
 
     @property
     def num_slots(self) -> int:

@@ -42,7 +42,8 @@ class RequestTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """One finished generation. A token that ended it is the last of `token_ids`.
+    """One finished generation. A token that ended it is the last of `token_ids`. `cached_tokens` of
+    the prompt came from the prefix cache.
 
     `logprobs` has one entry per token, `prompt_logprobs` one per token of the prompt, None for the
     first, where they were asked for.
@@ -52,6 +53,7 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
+    cached_tokens: int
     speculation: SpeculationStats
     timing: RequestTiming
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -223,6 +225,7 @@ class LLM:
             token_ids=token_ids,
             text=self.tokenizer.decode(token_ids, skip_special_tokens=True),
             finish_reason=last.finish_reason,
+            cached_tokens=run.chunks[0].cached_tokens,
             speculation=last.speculation,
             timing=RequestTiming(
                 submitted_at=run.submitted_at,

@@ -220,6 +220,7 @@ class SlotSampling:
 
     `seed` is that of the request's choice. `edits` are a token id, what is added to its logit (-inf
     forbids it), and the position from which on it no longer is. Output starts at `prompt_len`.
+    `history` are the tokens in front of those that its rows feed, where a choice depends on them.
     """
 
     slot: int
@@ -234,6 +235,7 @@ class SlotSampling:
     edits: tuple[tuple[int, float, int], ...]
     bad_words: tuple[tuple[int, ...], ...]
     prompt_len: int
+    history: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

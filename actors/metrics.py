@@ -26,6 +26,10 @@ class EngineMetrics:
                 ("dflash_verify_steps", "Verify steps, one per request and step.", ()),
                 ("dflash_draft_tokens", "Drafts verified.", ()),
                 ("dflash_accepted_tokens", "Drafts accepted.", ()),
+                ("dflash_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", ()),
+                ("dflash_prefix_cache_hits", "Prompt tokens found in the prefix cache.", ()),
+                ("dflash_evicted_pages", "Cached pages that made room for others.", ()),
+                ("dflash_preemptions", "Running requests that made room for others.", ()),
                 ("dflash_late_compiles", "Compilations after warm-up; should be none.", ()),
                 (
                     "dflash_accepted_tokens_per_position",
@@ -42,6 +46,10 @@ class EngineMetrics:
         self._add("dflash_verify_steps", stats.verify_steps)
         self._add("dflash_draft_tokens", stats.draft_tokens)
         self._add("dflash_accepted_tokens", stats.accepted_tokens)
+        self._add("dflash_prefix_cache_queries", stats.prefix_cache_queries)
+        self._add("dflash_prefix_cache_hits", stats.prefix_cache_hits)
+        self._add("dflash_evicted_pages", stats.evicted_pages)
+        self._add("dflash_preemptions", stats.preemptions)
         self._add("dflash_late_compiles", stats.late_compiles)
         for outcome, count in list(stats.requests.items()):
             self._add("dflash_requests", count, {"outcome": outcome})

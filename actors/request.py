@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from actors.messages import FinishReason, GenerateRequest, SpeculationStats, TokenLogprobs
+from actors.prefix import HashChain
 
 
 @dataclass(slots=True, eq=False)
@@ -10,34 +11,61 @@ class Request:
     """`num_computed` tokens are known to have their KV, and steps whose output is unread feed up
     to `num_ahead` more: exactly as many, if every draft in them is accepted.
 
-    The first `prefill_len` tokens are fed as prefill rows; what comes after is known to the device
-    already. The last planned row proposes `num_proposed` drafts. `slot` and `pages` are held while
-    the request runs, and by one that has ended until nothing of it is ahead. `prompt_logprobs`, if
-    asked for, are those of the computed prompt behind its first token.
+    The first `prefill_len` tokens, the prompt and, after a preemption, what had been emitted, are
+    fed as prefill rows, but for those in front of `first_position`, which were cached; what comes
+    after is known to the device already. The last planned row proposes `num_proposed` drafts, of
+    which no row verifies more than `max_drafts`; a drafter's block begins below `draft_end`.
+
+    `slot` and `pages` are held while the request runs, and by one that has ended or is to make room
+    for others until nothing of it is ahead. The device knows the first `num_sent` of the pages,
+    others may find the first `num_published`. `chain`, where prefixes are cached, names all of its
+    full pages. `cached_tokens` is how much of the prompt was cached when it first started.
+    `prompt_logprobs`, if asked for, are those of the computed prompt behind its first token.
     """
 
     message: GenerateRequest
     stop_token_ids: frozenset[int]
     max_len: int
+    max_drafts: int = 0
+    draft_end: int = 0
+    arrival: int = 0
+    chain: HashChain | None = None
+    prefill_len: int = field(init=False)
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_ahead: int = 0
     num_proposed: int = 0
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    first_position: int = 0
+    num_sent: int = 0
+    num_published: int = 0
+    cached_tokens: int | None = None
+    is_preempted: bool = False
     finish_reason: FinishReason | None = None
     verify_steps: int = 0
     draft_tokens: int = 0
     verified_output: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.prefill_len = len(self.message.prompt_token_ids)
+        if self.chain is not None:
+            self.chain.extend(self.message.prompt_token_ids)
+
     @property
     def request_id(self) -> str:
         return self.message.request_id
 
     @property
-    def prefill_len(self) -> int:
-        return len(self.message.prompt_token_ids)
+    def order(self) -> tuple[int, int]:
+        """Who has less goes first."""
+        return (self.message.priority, self.arrival)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it holds what it holds only until nothing of it is ahead."""
+        return self.is_preempted or self.finish_reason is not None
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +88,20 @@ class Request:
         return self.max_len - max(self.num_tokens, self.next_position + 1)
 
     @property
+    def most_drafts(self) -> int:
+        """How many drafts its next decode row may verify.
+
+        The last token it may emit is never fed, nor are drafts that could not be emitted.
+        """
+        return min(self.max_drafts, self.num_proposed, self.num_left_ahead - 1)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether its next row may verify drafts, or propose some."""
+        within = self.num_proposed > 0 or self.next_position < self.draft_end
+        return self.max_drafts > 0 and within
+
+    @property
     def held_slot(self) -> int:
         """The slot of a request that runs."""
         assert self.slot is not None
@@ -74,6 +116,26 @@ class Request:
             emitted_tokens=self.verified_output,
         )
 
+    def known_tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """The tokens at positions `start` to `stop`, which were given or emitted."""
+        prompt = self.message.prompt_token_ids
+        first, last = max(start - len(prompt), 0), max(stop - len(prompt), 0)
+        return prompt[start:stop] + tuple(self.output_token_ids[first:last])
+
+    def start(self, slot: int, pages: list[int], num_cached: int) -> None:
+        """Run in this slot, behind `num_cached` tokens that the first of the pages hold."""
+        self.slot, self.pages = slot, pages
+        self.num_computed = self.first_position = num_cached
+        self.num_sent = self.num_published = 0
+
+    def restart(self) -> None:
+        """Hold nothing, and feed all known tokens again."""
+        assert self.num_ahead == 0
+        self.slot, self.pages, self.is_preempted = None, [], False
+        self.num_computed = self.num_proposed = 0
+        self.prefill_len = self.num_tokens
+        self.prompt_logprobs.clear()
+
     def append(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Take emitted tokens up to the one that ends the request; return those taken.
 
@@ -86,5 +148,8 @@ class Request:
             elif self.num_left == 0:
                 self.finish_reason = "length"
             if self.finish_reason:
-                return token_ids[:count]
+                token_ids = token_ids[:count]
+                break
+        if self.chain is not None:
+            self.chain.extend(token_ids)
         return token_ids

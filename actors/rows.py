@@ -9,42 +9,46 @@ def decode_row(request: Request, max_drafts: int) -> DecodeRow:
     in_flight = request.num_ahead > 0
     # The unread step emits at least one token, maybe no more: then this step needs the drafts.
     most_left = request.num_left - in_flight
+    num_drafts = min(max_drafts, request.most_drafts)
+    bonus = request.next_position + num_drafts + 1
     return DecodeRow(
         slot=request.held_slot,
         position=request.next_position,
-        # The last token a request may emit is never fed, nor are drafts that could not be emitted.
-        num_drafts=min(max_drafts, request.num_proposed, request.num_left_ahead - 1),
-        propose=_is_proposing(max_drafts, most_left),
+        num_drafts=num_drafts,
+        propose=_is_proposing(request, max_drafts, bonus, most_left),
         prev_in_flight=in_flight,
     )
 
 
 def prefill_rows(request: Request, count: int, width: int, max_drafts: int) -> list[PrefillRow]:
     """Feed the next `count` known tokens, in rows of up to `width`."""
-    known = request.message.prompt_token_ids
     first = request.next_position
     end = first + count
     rows = []
     for start in range(first, end, width):
         stop = min(start + width, end)
+        behind = request.known_tokens(stop, min(stop + 1, request.prefill_len))
         rows.append(
             PrefillRow(
                 slot=request.held_slot,
                 start=start,
-                token_ids=known[start:stop],
-                fresh=start == 0,
+                token_ids=request.known_tokens(start, stop),
+                fresh=start == request.first_position,
                 last=stop == request.prefill_len,
-                propose=_is_proposing(max_drafts, request.num_left),
-                next_token_id=known[stop] if stop < request.prefill_len else -1,
+                propose=_is_proposing(request, max_drafts, stop, request.num_left),
+                next_token_id=behind[0] if behind else -1,
             )
         )
     return rows
 
 
-def _is_proposing(max_drafts: int, most_left: int) -> bool:
-    """Drafts are of use only where another step may still verify one.
+def _is_proposing(request: Request, max_drafts: int, bonus: int, most_left: int) -> bool:
+    """Drafts are of use only where another step may still verify one, and are made only where a
+    whole block is within the drafter's positions.
 
-    `most_left` is how many tokens the request may have left before this step, at the most. Where
-    this says no, no later row of the request is planned with drafts.
+    `bonus` is where the row's last token may stand at the most, behind which the block is drafted;
+    `most_left` how many tokens the request may have left before this step, at the most.
     """
-    return max_drafts > 0 and most_left > 2
+    if bonus >= request.draft_end:
+        return False
+    return min(max_drafts, request.max_drafts) > 0 and most_left > 2

@@ -8,6 +8,7 @@ A step may be planned while the one before is unread: requests then count what i
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from actors.allocation import Allocation
 from actors.buckets import BucketLadder
 from actors.choosing import asked, bucket_for, slot_sampling
 from actors.config import EngineConfig
@@ -22,6 +23,7 @@ from actors.messages import (
     TokenLogprobs,
 )
 from actors.page_pool import PagePool
+from actors.prefix import HashChain
 from actors.request import Request
 from actors.rows import decode_row, prefill_rows
 from actors.speculation import Speculation
@@ -34,28 +36,28 @@ LeaveOut = Callable[[Sequence[str]], str | None]
 class Scheduler:
     """Continuous batching with chunked prefill: decode rows first, prefill with what is left.
 
-    A request is admitted when the pages for its longest possible output are free, so a running
-    request never waits for pages. One that ends keeps its slot and pages until its last row was
-    read; that row's tokens are nobody's.
+    `actors.allocation` says who may compute. A request that ends keeps its slot and pages until its
+    last row was read; that row's tokens are nobody's.
     """
 
     def __init__(self, config: EngineConfig, *, leave_out: LeaveOut | None = None) -> None:
         """`leave_out` is asked once a step, for tests: no schedule may change a token."""
         self.config = config
         self.stats = EngineStats()
-        self.pool = PagePool(config.num_kv_pages)
+        self.allocation = Allocation(config, self.stats)
         self.ladder = BucketLadder.for_config(config)
         self.speculation = Speculation(
             config.num_drafts, self.ladder.verify_widths, adaptive=config.adaptive_drafts
         )
         self._leave_out = leave_out
-        self._free_slots = list(range(config.num_slots - 1, -1, -1))
         self._requests: dict[str, Request] = {}  # that have not ended
-        self._waiting: deque[Request] = deque()
-        # By slot, in order of admission; one that has ended too, while a row of it is unread.
-        self._running: dict[int, Request] = {}
+        self._num_added = 0
         self._unread: deque[StepPlan] = deque()
         self._step = 0
+
+    @property
+    def pool(self) -> PagePool:
+        return self.allocation.pool
 
     @property
     def has_work(self) -> bool:
@@ -84,9 +86,18 @@ class Scheduler:
             max_len=min(
                 len(message.prompt_token_ids) + sampling.max_tokens, self.config.max_model_len
             ),
+            max_drafts=self.config.num_drafts
+            if message.max_draft_tokens is None
+            else min(message.max_draft_tokens, self.config.num_drafts),
+            draft_end=self.config.draft_end,
+            arrival=self._num_added,
+            chain=HashChain(self.config.block_size, message.cache_salt)
+            if self.config.enable_prefix_caching
+            else None,
         )
+        self._num_added += 1
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self.allocation.enqueue(request)
         self.stats.prompt_tokens += len(message.prompt_token_ids)
 
     def abort(self, request_id: str) -> None:
@@ -95,7 +106,7 @@ class Scheduler:
         if request is not None:
             request.finish_reason = "abort"
             self._end(request)
-            self._free_ended()
+            self.allocation.release()
 
     def schedule(self) -> StepPlan:
         """The next step; an empty plan where nothing can be computed before an output is read.
@@ -104,7 +115,6 @@ class Scheduler:
         request that would then be at its limit waits for the output.
         """
         assert len(self._unread) <= 1, "positions are corrected over one step only"
-        self._admit()
         decode, chunks = self._choose()
         if not decode and not chunks:
             assert self._unread or not self._requests, "work left, but nothing can be planned"
@@ -120,7 +130,7 @@ class Scheduler:
         self._step += 1
         plan = self._plan(rows, prefill, width, max_drafts)
         for row in plan.rows:
-            request = self._running[row.slot]
+            request = self.allocation.running[row.slot]
             request.num_ahead += row.num_tokens
             request.num_proposed = max_drafts if row.propose else 0
         self._unread.append(plan)
@@ -137,55 +147,49 @@ class Scheduler:
         self._observe_time(plan, seconds)
         self.stats.late_compiles = output.late_compiles
         for row in plan.rows:
-            self._running[row.slot].num_ahead -= row.num_tokens
+            self.allocation.running[row.slot].num_ahead -= row.num_tokens
         for row in plan.prefill:
-            self._advance(self._running[row.slot], row.num_tokens)
+            self._advance(self.allocation.running[row.slot], row.num_tokens)
         prompt_logprobs = output.prompt_logprobs or ((),) * len(plan.prefill)
         for row, found in zip(plan.prefill, prompt_logprobs, strict=True):
-            request = self._running[row.slot]
+            request = self.allocation.running[row.slot]
             request.prompt_logprobs += asked(found, request.message.sampling.prompt_logprobs)
         chunks = []
         logprobs = output.logprobs or ((),) * len(output.sampled)
         emitted = zip(plan.emitting, output.sampled, output.num_drafts, logprobs, strict=True)
         for row, sampled, num_drafts, found in emitted:
             assert 1 <= len(sampled) <= row.num_tokens, "no row emits none, or more than it fed"
-            request = self._running[row.slot]
+            request = self.allocation.running[row.slot]
             if request.finish_reason is None:
                 chunks.append(self._emit(request, row, sampled, num_drafts, found))
-        self._free_ended()
+        self.allocation.release()
         return chunks
 
     def check_idle(self) -> None:
         """Assert that nothing is held while nothing runs, and that no output is unread."""
         assert not self._unread
         assert not self._requests
-        assert not self._running
-        assert not self._waiting
-        assert len(self._free_slots) == self.config.num_slots
-        assert self.pool.num_free == self.pool.num_usable
-        self.pool.check()
-
-    def _admit(self) -> None:
-        """Start waiting requests, oldest first, while slots and pages last."""
-        while self._waiting and self._free_slots:
-            request = self._waiting[0]
-            needed = pages_needed(request.max_len, self.config.block_size)
-            if needed > self.pool.num_free:
-                break
-            self._waiting.popleft()
-            request.slot = self._free_slots.pop()
-            request.pages = self.pool.allocate(needed)
-            self._running[request.slot] = request
+        self.allocation.check_idle()
 
     def _choose(self) -> tuple[list[Request], list[tuple[Request, int]]]:
-        """Who decodes in the next step, and who prefills how many tokens."""
-        live = [request for request in self._running.values() if request.finish_reason is None]
-        decode = [r for r in live if _is_decode(r) and r.num_left_ahead > 0]
-        budget = self.config.max_num_batched_tokens - len(decode) * self.ladder.verify_widths[-1]
-        chunks = []
-        for request in live:
+        """Who decodes in the next step, and who prefills how many tokens; all have their pages."""
+        decode: list[Request] = []
+        chunks: list[tuple[Request, int]] = []
+        candidates = self.allocation.candidates()
+        widest = self.ladder.verify_widths[-1]
+        budget = self.config.max_num_batched_tokens - widest * sum(map(_can_decode, candidates))
+        for request in candidates:
+            if request.is_leaving:  # preempted since
+                continue
+            if _can_decode(request):
+                end = request.next_position + request.most_drafts + 1
+                if self.allocation.grow(request, end):
+                    decode.append(request)
+                continue
+            if budget == 0 or (request.slot is None and not self.allocation.admit(request, budget)):
+                continue
             count = min(request.prefill_len - request.next_position, budget)
-            if count > 0:
+            if count > 0 and self.allocation.grow(request, request.next_position + count):
                 chunks.append((request, count))
                 budget -= count
         left_out = self._left_out([*decode, *(request for request, _ in chunks)])
@@ -196,11 +200,11 @@ class Scheduler:
 
     def _max_drafts(self, decode: list[Request], chunks: list[tuple[Request, int]]) -> int:
         """How many drafts the next step verifies and proposes per row."""
-        num_emitting = len(decode)
-        num_emitting += sum(r.next_position + count == r.prefill_len for r, count in chunks)
-        if num_emitting == 0:
+        emitting = [r for r, count in chunks if r.next_position + count == r.prefill_len]
+        emitting += decode
+        if not any(request.may_draft for request in emitting):
             return 0
-        return self.speculation.choose(self.ladder.decode_size(num_emitting))
+        return self.speculation.choose(self.ladder.decode_size(len(emitting)))
 
     def _left_out(self, chosen: list[Request]) -> Request | None:
         if self._leave_out is None or not chosen:
@@ -227,18 +231,29 @@ class Scheduler:
             num_emitting=len(decode) + sum(row.last for row in prefill),
             context_pages=pages,
         )
-        fresh = [self._running[row.slot] for row in prefill if row.fresh]
+        running = self.allocation.running
         return StepPlan(
             step=self._step,
-            bucket=bucket_for(bucket, decode, prefill, self._running),
+            bucket=bucket_for(bucket, decode, prefill, running),
             decode=tuple(decode),
             prefill=tuple(prefill),
-            page_updates=tuple(
-                PageUpdate(slot=request.held_slot, first=0, pages=tuple(request.pages))
-                for request in fresh
-            ),
-            samplings=tuple(slot_sampling(request) for request in fresh),
+            page_updates=self._page_updates(decode, prefill),
+            samplings=tuple(slot_sampling(running[row.slot]) for row in prefill if row.fresh),
         )
+
+    def _page_updates(
+        self, decode: list[DecodeRow], prefill: list[PrefillRow]
+    ) -> tuple[PageUpdate, ...]:
+        """The pages of these rows' requests that the device does not know."""
+        updates = []
+        slots = [row.slot for row in decode] + [row.slot for row in prefill]
+        for slot in dict.fromkeys(slots):
+            request = self.allocation.running[slot]
+            first, request.num_sent = request.num_sent, len(request.pages)
+            if first < request.num_sent:
+                pages = tuple(request.pages[first:])
+                updates.append(PageUpdate(slot=slot, first=first, pages=pages))
+        return tuple(updates)
 
     def _emit(
         self,
@@ -272,14 +287,14 @@ class Scheduler:
             speculation=request.speculation,
             logprobs=asked(logprobs[: len(kept)], sampling.logprobs),
             prompt_logprobs=prompt_logprobs,
+            cached_tokens=(request.cached_tokens or 0) if first_index == 0 else 0,
         )
 
     def _advance(self, request: Request, num_tokens: int) -> None:
-        """Count tokens as computed, which makes them the drafter's context, where there is one."""
+        """Count tokens as computed, which are the drafter's context from then on, where there is
+        one."""
         request.num_computed += num_tokens
-        if self.config.drafter is not None:
-            full = request.num_computed // self.config.block_size
-            self.pool.mark_drafter_valid(request.pages[:full])
+        self.allocation.publish(request)
 
     def _observe_time(self, plan: StepPlan, seconds: float) -> None:
         """Count the time of a step that verified as many drafts as it proposed, and no more."""
@@ -290,26 +305,15 @@ class Scheduler:
             self.speculation.observe_time(bucket.decode_rows, verified, seconds)
 
     def _end(self, request: Request) -> None:
-        """Count a request that has ended; `_free_ended` takes back what it holds."""
+        """Count a request that has ended; what it holds is taken back once it can be."""
         assert request.finish_reason is not None
         self.stats.requests[request.finish_reason] += 1
         del self._requests[request.request_id]
         if request.slot is None:
-            self._waiting.remove(request)
-
-    def _free_ended(self) -> None:
-        """Take slot and pages back from ended requests of which nothing is unread."""
-        for slot, request in list(self._running.items()):
-            if request.finish_reason is not None and request.num_ahead == 0:
-                self.pool.free(request.pages)
-                del self._running[slot]
-                self._free_slots.append(slot)
+            self.allocation.waiting.remove(request)
 
 
-def pages_needed(max_len: int, block_size: int) -> int:
-    """Pages for every token a request may feed: all but the last it may emit."""
-    return -(-(max_len - 1) // block_size)
-
-
-def _is_decode(request: Request) -> bool:
-    return request.next_position >= request.prefill_len
+def _can_decode(request: Request) -> bool:
+    """Whether all its known tokens but the bonus are fed, and more may be emitted behind those
+    that are ahead."""
+    return request.next_position >= request.prefill_len and request.num_left_ahead > 0

@@ -39,6 +39,7 @@ def write_samplings(plan: StepPlan, state: SamplingState) -> None:
             prompt_len=sampling.prompt_len,
             edits=sampling.edits,
             bad_words=sampling.bad_words,
+            history=sampling.history,
         )
 
 

@@ -10,6 +10,10 @@ class EngineStats:
 
     Everything is counted as clients see it: a draft accepted behind the token that ended its
     request does not count.
+
+    `prefix_cache_queries` counts tokens of prompts that were looked up when their request first
+    started, `prefix_cache_hits` those found; `evicted_pages` what had to be forgotten of them.
+    `preemptions` counts how often a request had to give its pages to another.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -18,6 +22,10 @@ class EngineStats:
     verify_steps: int = 0
     draft_tokens: int = 0
     accepted_at: Counter[int] = field(default_factory=Counter)
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    evicted_pages: int = 0
+    preemptions: int = 0
     late_compiles: int = 0
 
     def count_verify(self, num_drafts: int, num_kept: int) -> None:

@@ -83,8 +83,10 @@ class SamplingState:
         prompt_len: int,
         edits: Sequence[tuple[int, float, int]],
         bad_words: Sequence[Sequence[int]],
+        history: Sequence[int],
     ) -> None:
-        """Replace what is known of `slot`; `edits` are id, addend and until, `seed` two halves."""
+        """Replace what is known of `slot`; `edits` are id, addend and until, `seed` two halves,
+        `history` the tokens in front of those that will be fed."""
         self.temperature[slot] = temperature
         self.top_p[slot] = top_p
         self.min_p[slot] = min_p
@@ -103,6 +105,7 @@ class SamplingState:
         self.bad_words[slot] = -1
         for i, word in enumerate(bad_words):
             self.bad_words[slot, i, -len(word) :] = torch.tensor(word, dtype=torch.int32)
+        self.history[slot, : len(history)] = torch.tensor(history, dtype=torch.int32)
 
     def rows(self, slots: Tensor, positions: Tensor) -> SamplingRows:
         """For choices at `positions [rows] int32` of the requests in `slots [rows] int32`."""

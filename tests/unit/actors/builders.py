@@ -1,6 +1,7 @@
 """Engine configurations and requests made on the spot, without checkpoints."""
 
 from pathlib import Path
+from typing import Any
 
 from actors.config import Buckets, EngineConfig
 from actors.messages import GenerateRequest, SamplingParams
@@ -10,7 +11,7 @@ VOCAB = 64
 EOS = 1
 
 
-def decoder_config(num_layers: int) -> DecoderConfig:
+def decoder_config(num_layers: int, max_positions: int = 4096) -> DecoderConfig:
     return DecoderConfig(
         num_layers=num_layers,
         hidden_size=8,
@@ -23,15 +24,15 @@ def decoder_config(num_layers: int) -> DecoderConfig:
         attention_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_positions,
     )
 
 
-def drafter_config(num_drafts: int) -> DrafterConfig:
+def drafter_config(num_drafts: int, max_positions: int) -> DrafterConfig:
     return DrafterConfig(
         architecture="DFlashDraftModel",
         format="z-lab",
-        decoder=decoder_config(1),
+        decoder=decoder_config(1, max_positions),
         vocab_size=VOCAB,
         draft_vocab_size=VOCAB,
         target_hidden_size=8,
@@ -54,6 +55,8 @@ def engine_config(
     verify_widths: tuple[int, ...] | None = None,
     prefill_widths: tuple[int, ...] = (16, 64, 256),
     adaptive_drafts: bool = False,
+    enable_prefix_caching: bool = True,
+    drafter_positions: int = 4096,
 ) -> EngineConfig:
     """`num_drafts` 0 is an engine without speculation; the pool defaults to one that is ample.
 
@@ -72,7 +75,7 @@ def engine_config(
             dtype="float32",
         ),
         drafter_path=Path("drafter") if num_drafts else None,
-        drafter=drafter_config(num_drafts) if num_drafts else None,
+        drafter=drafter_config(num_drafts, drafter_positions) if num_drafts else None,
         adaptive_drafts=adaptive_drafts,
         tensor_parallel_size=1,
         dtype="float32",
@@ -97,6 +100,7 @@ def engine_config(
             context_lengths=doublings(4 * block_size, max_model_len),
         ),
         async_scheduling=async_scheduling,
+        enable_prefix_caching=enable_prefix_caching,
         stream_interval_s=0.0,
     )
 
@@ -119,8 +123,10 @@ def generate_request(
     seed: int = 0,
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
+    prompt_logprobs: int | None = None,
+    **changes: Any,
 ) -> GenerateRequest:
-    """`prompt` is the token ids, or how many of them."""
+    """`prompt` is the token ids, or how many of them; `changes` are fields of the request."""
     if isinstance(prompt, int):
         prompt = tuple((3 + i) % VOCAB for i in range(prompt))
     return GenerateRequest(
@@ -132,5 +138,7 @@ def generate_request(
             seed=seed,
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
+            prompt_logprobs=prompt_logprobs,
         ),
+        **changes,
     )

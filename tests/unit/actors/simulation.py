@@ -5,6 +5,7 @@ generation, and a step reveals some of it.
 """
 
 import random
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from actors.messages import (
     StepPlan,
     TokenChunk,
 )
+from actors.prefix import page_hashes
 from actors.scheduler import Scheduler
 from tests.unit.actors.builders import EOS, VOCAB
 
@@ -46,12 +48,21 @@ class Client:
     ahead: list[Row] = field(default_factory=list)  # of unread steps
     proposed: int = 0  # drafts, by the last row
     slot: int | None = None
-    table: tuple[int, ...] = ()
+    table: tuple[int, ...] = ()  # as the device knows it
+    pages: tuple[int, ...] = ()  # held
+    num_new: int = 0  # more of them, in the step that is planned
+    arrival: int = 0
+    hits: int = 0
+    cached: int | None = None
+    preempted: bool = False
+    prefill_len: int = 0
+    drawn: list[int] = field(default_factory=list)
     verify_steps: int = 0
     draft_tokens: int = 0
     verified_output: int = 0
 
     def __post_init__(self) -> None:
+        self.prefill_len = len(self.prompt)
         while self.reason is None:
             self.plain += self.tokens(len(self.plain), 1)
             if self.plain[-1] in self.stops:
@@ -73,8 +84,33 @@ class Client:
 
     def tokens(self, first: int, count: int) -> tuple[int, ...]:
         """The target's tokens from output index `first` on; they know no end."""
-        indices = range(first, first + count)
-        return tuple(random.Random(f"{self.seed} {i}").randrange(VOCAB // 2) for i in indices)
+        while len(self.drawn) < first + count:
+            rng = random.Random(f"{self.seed} {len(self.drawn)}")
+            self.drawn.append(rng.randrange(VOCAB // 2))
+        return tuple(self.drawn[first : first + count])
+
+    def sequence(self, length: int) -> tuple[int, ...]:
+        """Its first tokens, prompt and output."""
+        return self.prompt[:length] + self.tokens(0, max(length - len(self.prompt), 0))
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.message.priority, self.arrival)
+
+    @property
+    def can_decode(self) -> bool:
+        return self.start >= self.prefill_len and self.left_ahead > 0
+
+    def most_drafts(self, num_drafts: int) -> int:
+        """How many its request allows, of so many."""
+        cap = self.message.max_draft_tokens
+        return num_drafts if cap is None else min(num_drafts, cap)
+
+    def requeue(self) -> None:
+        """Preempted, with nothing unread."""
+        self.slot, self.pages, self.table, self.preempted = None, (), (), False
+        self.fed = self.proposed = self.num_new = 0
+        self.prefill_len = len(self.prompt) + len(self.seen)
 
     @property
     def left(self) -> int:
@@ -114,14 +150,23 @@ class DeviceSlot:
 
 
 class Device:
-    """Runs plans in the order in which they were submitted, as a rank does."""
+    """Runs plans in the order in which they were submitted, as a rank does.
 
-    def __init__(self) -> None:
+    A page's content is, for each of its positions, the whole sequence that the KV there is of.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
         self.slots: dict[int, DeviceSlot] = {}
         self.clients: dict[int, Client] = {}  # by seed
+        self.tables: dict[int, dict[int, int]] = {}
+        self.content: dict[tuple[int, int], tuple[str, tuple[int, ...]] | None] = {}
 
     def run(self, plan: StepPlan, rng: random.Random, acceptance: float) -> StepOutput:
         assert plan.bucket is not None
+        for update in plan.page_updates:
+            table = self.tables.setdefault(update.slot, {})
+            table.update(enumerate(update.pages, start=update.first))
         proposed = plan.bucket.num_drafts
         for sampling in plan.samplings:
             self.slots[sampling.slot] = DeviceSlot(self.clients[sampling.seed])
@@ -144,25 +189,44 @@ class Device:
             accepted += 1
         first = slot.fed - len(slot.client.prompt) + 1
         slot.planned, slot.emitted = row.num_drafts, accepted + 1
-        slot.fed += slot.emitted
+        self.feed(row.slot, slot.emitted, row.num_drafts - accepted)
         slot.drafts = proposed if row.propose else 0
         return slot.client.tokens(first, slot.emitted)
 
     def prefill(self, row: PrefillRow, proposed: int) -> tuple[int, ...]:
         slot = self.slots[row.slot]
+        client = slot.client
+        if row.fresh:
+            slot.fed = row.start
         end = row.start + len(row.token_ids)
         assert row.token_ids
         assert row.start == slot.fed
-        assert row.fresh == (row.start == 0)
-        assert row.token_ids == slot.client.prompt[row.start : end]
-        assert row.last == (end == len(slot.client.prompt))
-        assert row.next_token_id == (*slot.client.prompt, -1)[end]
-        slot.fed = end
+        assert row.token_ids == client.sequence(end)[row.start :]
+        assert row.last == (end == client.prefill_len)
+        known = client.sequence(client.prefill_len)
+        assert row.next_token_id == (*known, -1)[end]
+        self.feed(row.slot, len(row.token_ids), 0)
         if not row.last:
             return ()
         slot.planned, slot.emitted = 0, 1
         slot.drafts = proposed if row.propose else 0
-        return slot.client.tokens(0, 1)
+        return client.tokens(end - len(client.prompt), 1)
+
+    def feed(self, slot_id: int, num_kept: int, num_rejected: int) -> None:
+        """Read all KV in front of these tokens, and write theirs."""
+        slot, size = self.slots[slot_id], self.page_size
+        salt = slot.client.message.cache_salt
+        end = slot.fed + num_kept
+        sequence = slot.client.sequence(end)
+        table = self.tables[slot_id]
+        for position in range(end + num_rejected):
+            place = table[position // size], position % size
+            if position >= slot.fed:
+                kept = (salt, sequence[: position + 1]) if position < end else None
+                self.content[place] = kept
+            else:
+                assert self.content[place] == (salt, sequence[: position + 1]), "another's KV"
+        slot.fed = end
 
 
 class Simulation:
@@ -184,10 +248,11 @@ class Simulation:
         self.scheduler = Scheduler(
             config, leave_out=None if leave_out_seed is None else self.leave_out
         )
+        self.chooses = drafts_seed is not None
         if drafts_seed is not None:
             self.draft_rng = random.Random(drafts_seed)
             self.scheduler.speculation.choose = self.choose  # type: ignore[method-assign]
-        self.device = Device()
+        self.device = Device(config.block_size)
         self.clients: list[Client] = []
         self.waiting: list[Client] = []
         self.running: list[Client] = []  # in order of admission, also ended ones that are unread
@@ -195,6 +260,8 @@ class Simulation:
         self.finished: Counter[str] = Counter()
         self.accepted_at: Counter[int] = Counter()
         self.emitted = self.verify_steps = self.draft_tokens = self.prompt_tokens = 0
+        self.preemptions = self.queries = self.hits = 0
+        self.is_short, self.may_admit = False, True
 
     @property
     def live(self) -> list[Client]:
@@ -209,8 +276,9 @@ class Simulation:
         client = Client(message, min(self.config.max_model_len, end), frozenset(stops))
         assert client.seed not in self.device.clients
         self.device.clients[client.seed] = client
+        client.arrival = len(self.clients)
         self.clients.append(client)
-        self.waiting.append(client)
+        insort(self.waiting, client, key=lambda other: other.order)
         self.prompt_tokens += len(client.prompt)
         return client
 
@@ -236,9 +304,10 @@ class Simulation:
 
     def submit(self, rng: random.Random, acceptance: float) -> StepPlan:
         assert len(self.unread) <= 1
-        self.admit()
-        decode, chunks = self.expected()
+        was_running = {client: client.fed for client in self.running}
         plan = self.scheduler.schedule()
+        decode, chunks = self.expected()
+        self.check_hits(was_running)
         chosen = [client.id for client in (*decode, *chunks)]
         if self.scheduler._leave_out is not None:
             assert sorted(self.offered) == sorted(chosen)
@@ -247,18 +316,25 @@ class Simulation:
                 chunks = {c: count for c, count in chunks.items() if c.id != self.left_out}
             self.offered, self.left_out = [], None
         assert (plan.bucket is not None) == bool(decode or chunks)
-        assert plan.bucket is not None or self.unread or not self.live
+        assert plan.bucket is not None or self.unread or not (self.live or self.waiting)
+        self.check_held()
         if plan.bucket is None:
             assert plan == StepPlan(step=plan.step)
             return plan
         self.check_pages(plan)
+        emitting = [self.holder(row.slot) for row in emitting_rows(plan)]
+        if not any(self.may_draft(client) for client in emitting):
+            self.choice = 0
+        elif not self.chooses:
+            self.choice = self.config.num_drafts
         self.check_prefill(plan, chunks)
         self.check_decode(plan, decode)
         for row in (*plan.decode, *plan.prefill):
             self.holder(row.slot).ahead.append(row)
         self.check_bucket(plan)
         for row in emitting_rows(plan):
-            self.holder(row.slot).proposed = self.choice if row.propose else 0
+            client = self.holder(row.slot)
+            client.proposed = client.most_drafts(self.choice) if row.propose else 0
         self.unread.append((plan, self.device.run(plan, rng, acceptance)))
         self.check()
         return plan
@@ -278,15 +354,15 @@ class Simulation:
             else:
                 self.check_chunk(next(found), client, row, run)
         assert next(found, None) is None
-        self.running = [c for c in self.running if c.ahead or not c.ended]
+        self.leave()
         self.check()
         return chunks
 
     def drain(self, rng: random.Random, acceptance: float, ahead: bool) -> list[TokenChunk]:
         """To the end, as an engine does: a step is read before the next is planned, or after."""
         chunks: list[TokenChunk] = []
-        # A step feeds a token of the oldest request, unless it waits or is left out.
-        most = 8 + 4 * sum(client.max_len for client in (*self.waiting, *self.running))
+        # A step feeds a token of the first request, unless it waits or is left out.
+        most = 8 + 16 * sum(client.max_len for client in (*self.waiting, *self.running))
         while self.scheduler.has_work:
             most -= 1
             assert most >= 0, "a request does not progress"
@@ -300,55 +376,193 @@ class Simulation:
         assert not self.running
         return chunks
 
+    def may_draft(self, client: Client) -> bool:
+        is_within = client.proposed > 0 or self.block_fits(client.start)
+        return is_within and client.most_drafts(self.config.num_drafts) > 0
+
+    def block_fits(self, bonus: int) -> bool:
+        drafter = self.config.drafter
+        if drafter is None:
+            return False
+        return bonus + drafter.num_drafts < drafter.decoder.max_position_embeddings
+
     def holder(self, slot: int) -> Client:
         (client,) = (client for client in self.running if client.slot == slot)
         return client
 
-    def admit(self) -> None:
-        """Oldest first, and nobody waits while a slot and the pages are free."""
-        held = sum(self.pages_of(client) for client in self.running)
-        while self.waiting and len(self.running) < self.config.num_slots:
-            held += self.pages_of(self.waiting[0])
-            if held > self.config.num_kv_pages - 1:
-                break
-            self.running.append(self.waiting.pop(0))
+    def leave(self) -> None:
+        """Those that ended or were preempted go once nothing of them is unread."""
+        for client in list(self.running):
+            if client.ahead or not (client.ended or client.preempted):
+                continue
+            self.running.remove(client)
+            if not client.ended:
+                client.requeue()
+                insort(self.waiting, client, key=lambda other: other.order)
 
-    def pages_of(self, client: Client) -> int:
-        return -(-(client.max_len - 1) // self.config.block_size)
+    @property
+    def num_free(self) -> int:
+        """Nobody holds them; a page that several hold is one."""
+        held = {page for client in self.running for page in client.pages}
+        num_new = sum(client.num_new for client in self.running)
+        return self.config.num_kv_pages - 1 - len(held) - num_new
+
+    def num_pages(self, end: int) -> int:
+        return -(-end // self.config.block_size)
 
     def expected(self) -> tuple[list[Client], dict[Client, int]]:
-        """Everyone who may decode is in the step; prefill gets the rest of it, oldest first."""
-        decode = [c for c in self.live if c.start >= len(c.prompt) and c.left_ahead > 0]
-        left = self.config.max_num_batched_tokens - len(decode) * (self.config.num_drafts + 1)
+        """In order, everyone gets the pages of its next row, from the last if there are no more.
+
+        Everyone who may decode is in the step; prefill gets the rest of it.
+        """
+        running = [client for client in self.live if not client.preempted]
+        order = sorted([*running, *self.waiting], key=lambda client: client.order)
+        most = self.config.num_drafts + 1
+        left = self.config.max_num_batched_tokens - most * sum(c.can_decode for c in running)
         assert left >= 0
-        chunks = {}
-        for client in self.live:
-            if wanted := min(left, max(0, len(client.prompt) - client.start)):
-                chunks[client] = wanted
-                left -= wanted
+        self.is_short, self.may_admit = False, True
+        decode, chunks = [], {}
+        for client in order:
+            if client.preempted:
+                continue
+            if client in running and client.can_decode:
+                drafts = min(client.proposed, client.left_ahead - 1)
+                if self.grow(client, client.start + drafts + 1):
+                    decode.append(client)
+            elif left and (client not in self.waiting or self.admit(client, left)):
+                wanted = min(left, max(0, client.prefill_len - client.start))
+                if wanted and self.grow(client, client.start + wanted):
+                    chunks[client] = wanted
+                    left -= wanted
         return decode, chunks
 
+    def grow(self, client: Client, end: int) -> bool:
+        needed = self.num_pages(end) - len(client.pages) - client.num_new
+        while needed > 0 and (self.is_short or needed > self.num_free):
+            if not self.preempt([c for c in self.running if c.order > client.order]):
+                return False
+        client.num_new += max(needed, 0)
+        return True
+
+    def admit(self, client: Client, left: int) -> bool:
+        if not self.may_admit or len(self.running) == self.config.num_slots:
+            return False
+        request = self.scheduler._requests[client.id]
+        if request.slot is None:
+            shared = self.lookup(client)
+        else:
+            shared = request.pages[: request.first_position // self.config.block_size]
+        start = len(shared) * self.config.block_size
+        needed = self.num_pages(min(client.prefill_len, start + left)) - len(shared)
+        while True:
+            held = {page for other in self.running for page in other.pages}
+            if needed <= self.num_free - len(set(shared) - held):
+                break
+            priority = client.message.priority
+            if not self.preempt([c for c in self.running if c.message.priority > priority]):
+                return False
+        assert client == min(self.waiting, key=lambda other: other.order)
+        self.waiting.remove(client)
+        self.running.append(client)
+        client.pages, client.num_new = tuple(shared), needed
+        client.fed = client.hits = start
+        if client.cached is None:
+            client.cached = start
+            if self.looks_up(client):
+                self.queries += len(client.prompt)
+                self.hits += start
+        return True
+
+    def preempt(self, victims: list[Client]) -> bool:
+        """The last of them; False where pages come only with an output, or not at all."""
+        self.may_admit = False
+        if self.is_short or not victims or any(c.ended or c.preempted for c in self.running):
+            self.is_short = True
+            return False
+        victim = max(victims, key=lambda client: client.order)
+        victim.preempted = True
+        self.preemptions += 1
+        self.leave()
+        return True
+
+    def looks_up(self, client: Client) -> bool:
+        asks = client.message.sampling.prompt_logprobs is not None
+        return self.config.enable_prefix_caching and not asks
+
+    def lookup(self, client: Client) -> list[int]:
+        if not self.looks_up(client):
+            return []
+        size = self.config.block_size
+        known = client.sequence((client.prefill_len - 1) // size * size)
+        hashes = page_hashes(known, size, client.message.cache_salt)
+        speculates = client.most_drafts(self.config.num_drafts) > 0
+        return self.scheduler.pool.lookup(hashes, need_drafter=speculates)
+
+    def check_hits(self, was_running: dict[Client, int]) -> None:
+        """What a request that runs has computed is found by one that starts.
+
+        Not for sure after evictions: of two pages with one content only the first is known, and
+        may have been forgotten while the other is held.
+        """
+        size, is_sure = self.config.block_size, not self.scheduler.stats.evicted_pages
+        for client in self.running:
+            if client in was_running:
+                continue
+            assert client.hits % size == 0
+            assert client.hits < client.prefill_len
+            assert self.looks_up(client) or client.hits == 0
+            for other, fed in was_running.items():
+                if not (is_sure and self.looks_up(client)):
+                    continue
+                if other.message.cache_salt == client.message.cache_salt:
+                    length = min(fed, client.prefill_len - 1)
+                    pairs = zip(other.sequence(length), client.sequence(length), strict=True)
+                    same = next((i for i, (a, b) in enumerate(pairs) if a != b), length)
+                    assert client.hits >= same // size * size
+
+    def check_held(self) -> None:
+        """Everyone holds as many pages as they need, and none that another writes to."""
+        for client in self.running:
+            if client.ended:
+                continue
+            pages = self.scheduler._requests[client.id].pages
+            assert len(pages) == len(client.pages) + client.num_new
+            assert tuple(pages[: len(client.pages)]) == client.pages
+            client.pages, client.num_new = tuple(pages), 0
+            assert all(0 < page < self.config.num_kv_pages for page in pages)
+            assert len(set(pages)) == len(pages)
+
     def check_pages(self, plan: StepPlan) -> None:
-        """Pages and sampling come with the first row, into a slot that no unread row is in."""
-        updates = {update.slot: update for update in plan.page_updates}
+        """A row's pages come with it, and into a slot that no unread row of another is in; so does
+        how it is sampled."""
         samplings = {sampling.slot: sampling for sampling in plan.samplings}
-        assert len(updates) == len(plan.page_updates) == len(samplings) == len(plan.samplings)
-        fresh = {row.slot: row for row in plan.prefill if row.fresh}
-        assert set(updates) == set(samplings) == set(fresh)
-        for slot in fresh:
-            assert 0 <= slot < self.config.num_slots
-            assert all(slot != r.slot for p, _ in self.unread for r in (*p.decode, *p.prefill))
-            assert all(slot != client.slot for client in self.running), "a slot that is held"
-            seed = samplings[slot].seed
-            (client,) = (client for client in self.running if client.seed == seed)
-            assert samplings[slot].temperature == client.message.sampling.temperature
-            assert samplings[slot].prompt_len == len(client.prompt)
-            assert updates[slot].first == 0
-            client.slot, client.table = slot, updates[slot].pages
-            assert len(client.table) == self.pages_of(client)
-        pages = [page for client in self.running for page in client.table]
-        assert len(pages) == len(set(pages))
-        assert all(0 < page < self.config.num_kv_pages for page in pages)
+        fresh = [row for row in plan.prefill if row.fresh]
+        assert [sampling.slot for sampling in plan.samplings] == [row.slot for row in fresh]
+        for row in fresh:
+            assert 0 <= row.slot < self.config.num_slots
+            assert all(row.slot != r.slot for p, _ in self.unread for r in p.rows)
+            assert all(row.slot != client.slot for client in self.running), "a held slot"
+            sampling = samplings[row.slot]
+            (client,) = (client for client in self.running if client.seed == sampling.seed)
+            assert sampling.temperature == client.message.sampling.temperature
+            assert sampling.prompt_len == len(client.prompt)
+            # Whoever reads a history has it from the host where nothing was computed.
+            reads = client.message.sampling.presence_penalty != 0
+            assert sampling.history == client.sequence(row.start if reads else 0)
+            assert client.table == ()
+            assert row.start == client.hits
+            client.slot = row.slot
+        updates = {update.slot: update for update in plan.page_updates}
+        assert len(updates) == len(plan.page_updates)
+        assert all(update.pages for update in plan.page_updates)
+        rows = {row.slot for row in plan.rows}
+        assert updates.keys() <= rows
+        for slot in rows:
+            client = self.holder(slot)
+            if slot in updates:
+                assert updates[slot].first == len(client.table)
+                client.table += updates[slot].pages
+            assert client.table == client.pages
 
     def check_prefill(self, plan: StepPlan, expected: dict[Client, int]) -> None:
         found: Counter[Client] = Counter()
@@ -356,7 +570,9 @@ class Simulation:
             client = self.holder(row.slot)
             found[client] += len(row.token_ids)
             if row.last:
-                assert row.propose == (self.choice > 0 and client.left - 1 >= 2)
+                fits = self.block_fits(client.prefill_len)
+                drafts = client.most_drafts(self.choice) > 0
+                assert row.propose == (drafts and fits and client.left - 1 >= 2)
         assert found == expected
 
     def check_decode(self, plan: StepPlan, expected: list[Client]) -> None:
@@ -367,10 +583,12 @@ class Simulation:
             assert row.prev_in_flight == bool(client.ahead)
             assert row.position == client.start
             # Speculation is never off where a draft could still be emitted.
-            assert row.num_drafts == min(self.choice, client.proposed, client.left_ahead - 1)
+            most = client.most_drafts(self.choice)
+            assert row.num_drafts == min(most, client.proposed, client.left_ahead - 1)
             # Nor are drafts not made which a next step may verify, whatever is rejected till then.
             most_left = client.left - row.prev_in_flight - 1
-            assert row.propose == (self.choice > 0 and most_left >= 2)
+            fits = self.block_fits(row.position + row.num_drafts + 1)
+            assert row.propose == (most > 0 and fits and most_left >= 2)
 
     def check_bucket(self, plan: StepPlan) -> None:
         bucket, size = plan.bucket, self.config.block_size
@@ -420,7 +638,8 @@ class Simulation:
         stats = chunk.speculation
         assert stats.verify_steps == client.verify_steps
         assert stats.draft_tokens == client.draft_tokens
-        assert stats.emitted_tokens == client.verified_output == len(client.seen) - 1
+        assert chunk.cached_tokens == (client.cached if first == 0 else 0)
+        assert stats.emitted_tokens == client.verified_output
         assert stats.accepted_tokens == stats.emitted_tokens - stats.verify_steps
         assert stats.accepted_tokens <= stats.draft_tokens
         if chunk.finish_reason is not None:
@@ -428,7 +647,7 @@ class Simulation:
 
     def check(self) -> None:
         """What holds between any two calls."""
-        self.running = [c for c in self.running if c.ahead or not c.ended]
+        self.leave()
         scheduler, stats = self.scheduler, self.scheduler.stats
         live = len(self.live) + len(self.waiting)
         assert scheduler.num_requests == live
@@ -441,14 +660,16 @@ class Simulation:
         assert stats.draft_tokens == self.draft_tokens
         assert stats.accepted_at == self.accepted_at
         assert stats.accepted_tokens == self.accepted_at.total()
+        assert stats.preemptions == self.preemptions
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (self.queries, self.hits)
         # A stop that is read late costs one row at most, a limit is known before.
         for client in self.clients:
             assert client.aborted or client.wasted_rows <= (client.reason == "stop")
         scheduler.pool.check()
-        held = sum(self.pages_of(client) for client in self.running)
-        assert scheduler.pool.num_free == scheduler.pool.num_usable - held
+        assert scheduler.pool.num_free == self.num_free
+        injects = self.config.drafter is not None and self.config.enable_prefix_caching
         for client in self.live:
             # Exactly the full pages of positions known to be fed, and none without a drafter.
-            full = client.fed // self.config.block_size if self.config.drafter else 0
-            for index, page in enumerate(client.table):
+            full = client.fed // self.config.block_size if injects else 0
+            for index, page in enumerate(client.pages):
                 assert scheduler.pool.drafter_valid(page) == (index < full)

@@ -42,6 +42,13 @@ class Read:
 Operation = Arrive | Abort | Submit | Read
 
 
+def prompt_of(family: int, num_shared: int, seed: int, length: int) -> tuple[int, ...]:
+    """Its first `num_shared` tokens are those of its family, the others of its own."""
+    return tuple(
+        ((family if i < num_shared else 2 + seed) * 7 + i * i) % VOCAB for i in range(length)
+    )
+
+
 @st.composite
 def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
     num_drafts = draw(st.integers(0, 4))
@@ -55,7 +62,8 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
         max_num_seqs=seqs,
         max_num_batched_tokens=max(16, seqs * (num_drafts + 1)) + draw(st.integers(0, 10)),
         block_size=block_size,
-        num_kv_pages=draw(st.integers(per_request + 1, seqs * per_request + 1)),
+        num_kv_pages=per_request + 1 + draw(st.integers(0, (seqs - 1) * per_request)),
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
         verify_widths=(*sorted(draw(st.sets(st.integers(1, num_drafts or 1)))), num_drafts + 1)
         if num_drafts
         else None,
@@ -70,11 +78,17 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
             length = draw(st.integers(1, max_model_len - 1))
             request = generate_request(
                 f"r{arrived}",
-                tuple((arrived * 7 + i * i) % VOCAB for i in range(length)),
+                prompt_of(draw(st.integers(0, 1)), draw(st.integers(0, length)), arrived, length),
                 max_tokens=draw(st.integers(1, 30)),
                 seed=arrived,
                 stop_token_ids=draw(st.sampled_from([(), (STOP,), tuple(range(2, 9))])),
                 ignore_eos=draw(st.booleans()),
+                prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+                priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
+                cache_salt=draw(st.sampled_from(["", "", "", "salt"])),
+                max_draft_tokens=draw(
+                    st.sampled_from([None, None, 0, 1, 2] if num_drafts else [None, 0])
+                ),
             )
             operations.append(Arrive(request))
             arrived += 1
@@ -88,9 +102,48 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
     return config, operations
 
 
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
+    """Long requests with beginnings in common, in a pool that holds few of them."""
+    num_drafts = draw(st.integers(0, 4))
+    seqs = draw(st.integers(2, 4))
+    block_size = draw(st.integers(1, 5))
+    max_model_len = draw(st.integers(16, 60))
+    per_request = -(-max_model_len // block_size)
+    config = engine_config(
+        num_drafts=num_drafts,
+        max_model_len=max_model_len,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(16, seqs * (num_drafts + 1)) + draw(st.integers(0, 40)),
+        block_size=block_size,
+        num_kv_pages=per_request + 1 + draw(st.integers(0, per_request // 2)),
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        drafter_positions=draw(st.sampled_from([4096, 4096, max_model_len // 2 + 1])),
+    )
+    operations: list[Operation] = []
+    for index in range(draw(st.integers(2, 8))):
+        length = draw(st.integers(1, max_model_len // 2))
+        request = generate_request(
+            f"r{index}",
+            prompt_of(draw(st.integers(0, 1)), draw(st.integers(0, length)), index, length),
+            max_tokens=draw(st.integers(8, 60)),
+            seed=index,
+            ignore_eos=draw(st.booleans()),
+            priority=draw(st.sampled_from([0, 0, 1, -1])),
+            max_draft_tokens=draw(st.sampled_from([None, None, 0])),
+        )
+        operations.append(Arrive(request))
+        for _ in range(draw(st.integers(0, 6))):
+            operations.append(Submit(draw(st.integers(0, 1000)), draw(st.sampled_from([0.3, 1.0]))))
+            operations += [Read()] * draw(st.integers(0, 1))
+        if draw(st.integers(0, 3)) == 0:
+            operations.append(Abort(draw(st.integers(0, index))))
+    return config, operations
+
+
 @settings(max_examples=400, deadline=None)
 @given(
-    scenario=scenarios(),
+    scenario=scenarios() | crowds(),
     leave_out_seed=st.none() | st.integers(0, 1000),
     drafts_seed=st.none() | st.integers(0, 1000),
     seed=st.integers(0, 1000),
@@ -176,7 +229,7 @@ def test_a_long_prompt_never_starves_a_stream() -> None:
     scheduler = Scheduler(config)
     scheduler.add(generate_request("stream", max_tokens=100))
     advance(scheduler, (10,))
-    scheduler.add(generate_request("long", 300, max_tokens=1))
+    scheduler.add(generate_request("long", (EOS,) * 300, max_tokens=1))
     fed = 0
     while fed < 300:
         plan = scheduler.schedule()
@@ -189,7 +242,9 @@ def test_a_long_prompt_never_starves_a_stream() -> None:
 
 
 def test_a_request_that_waits_for_pages_keeps_its_turn() -> None:
-    config = engine_config(max_model_len=16, block_size=4, num_kv_pages=7)
+    config = engine_config(
+        max_model_len=16, block_size=4, num_kv_pages=7, enable_prefix_caching=False
+    )
     scheduler = Scheduler(config)
     for name, prompt in (("first", 9), ("large", 15), ("small", 1)):
         scheduler.add(generate_request(name, prompt, max_tokens=3))
