@@ -62,6 +62,7 @@ def bucket_for(
         choosing=max(ways, key=_WAYS.index),
         num_logprobs=_most(of[slot].logprobs for slot in emitting),
         num_prompt_logprobs=_most(of[row.slot].prompt_logprobs for row in prefill),
+        guided=any(row.masks for row in decode) or any(row.masks for row in prefill),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from actors.config import EngineConfig
 from actors.errors import EngineDead
+from actors.grammar import Grammars
 from actors.limits import check_request
 from actors.messages import (
     Bucket,
@@ -49,7 +50,8 @@ class ShardGroup(Protocol):
 class Engine:
     """Owns the scheduler and drives the shards, from one thread: whoever calls `step` or `run`.
 
-    `add`, `abort` and `stop` may be called from any thread; they take effect between two steps.
+    `check`, `add`, `abort` and `stop` may be called from any thread; what they ask for takes effect
+    between two steps.
     """
 
     def __init__(
@@ -65,7 +67,12 @@ class Engine:
         step's chunks. `leave_out` is the scheduler's. `trace` gets what the host does.
         """
         self.config = config
-        self.scheduler = Scheduler(config, leave_out=leave_out)
+        self._grammars = Grammars(
+            config.target_path,
+            vocab_size=config.target.vocab_size,
+            eos_token_ids=config.target.eos_token_ids,
+        )
+        self.scheduler = Scheduler(config, grammars=self._grammars, leave_out=leave_out)
         self._leave_out = leave_out
         self._trace = trace
         self._shards = shards
@@ -75,15 +82,22 @@ class Engine:
         self._stopped = False
         self._busy_since = 0.0
 
+    def check(self, message: GenerateRequest) -> None:
+        """Raises `RequestRejected` where a request could never be served. Takes up to some seconds
+        where its guide is new, and none the next time."""
+        check_request(self.config, message)
+        if message.sampling.guide is not None:
+            self._grammars.check(message.sampling.guide)
+
     def add(self, message: GenerateRequest) -> None:
         """Queue a request. Raises `RequestRejected` where it could never be served."""
-        check_request(self.config, message)
+        self.check(message)
         self._post(message)
 
     def add_all(self, messages: Sequence[GenerateRequest]) -> None:
         """Queue several requests, or none of them. Raises `RequestRejected`."""
         for message in messages:
-            check_request(self.config, message)
+            self.check(message)
         for message in messages:
             self._post(message)
 
@@ -150,7 +164,8 @@ class Engine:
         """
         self._inbox.clear()
         # An interrupt may have come between any two counters, so nothing of them is kept.
-        old, self.scheduler = self.scheduler, Scheduler(self.config, leave_out=self._leave_out)
+        old = self.scheduler
+        self.scheduler = Scheduler(self.config, grammars=self._grammars, leave_out=self._leave_out)
         self.scheduler.stats, self.scheduler.speculation = old.stats, old.speculation
         old.stats.requests["abort"] += old.num_requests
         drain = StepPlan(step=0)

@@ -115,8 +115,6 @@ def check_request(config: EngineConfig, message: GenerateRequest) -> None:
     """Raises `RequestRejected`, naming field, value and limit, for what could never be served."""
     check_prompt(config, message.prompt_token_ids)
     check_sampling(config, message.sampling)
-    if message.sampling.guide is not None:
-        raise RequestRejected("guide: this engine does not follow grammars", "guide")
     check_scheduling(config, message.priority, message.max_draft_tokens)
 
 

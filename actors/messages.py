@@ -146,7 +146,7 @@ class Bucket:
 
     Tokens are chosen as `choosing` says. A step says log-probabilities of what it emits beside
     `num_logprobs` alternatives, and of what its prefill rows feed beside `num_prompt_logprobs`;
-    -1 leaves them out.
+    -1 leaves them out. A `guided` step obeys the masks of its rows and says what it proposes.
     """
 
     decode_rows: int
@@ -160,6 +160,7 @@ class Bucket:
     choosing: Choosing = "greedy"
     num_logprobs: int = -1
     num_prompt_logprobs: int = -1
+    guided: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +169,8 @@ class DecodeRow:
 
     `position` is where the bonus token is fed, optimistic (all drafts accepted) while
     `prev_in_flight`: the row ran in the immediately preceding step and that output is unread.
+    `masks`, where a grammar guides the request, say which tokens may stand behind each of its
+    tokens: bit `i % 8` of byte `i // 8` is set where token `i` may.
     """
 
     slot: int
@@ -175,6 +178,7 @@ class DecodeRow:
     num_drafts: int
     propose: bool
     prev_in_flight: bool = False
+    masks: tuple[bytes, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -189,6 +193,7 @@ class PrefillRow:
     A long chunk spans several rows of the prefill grid. `fresh` marks the first row of a request
     in its slot, which resets the slot. `last` marks the row whose final token is the last known
     one: it emits a token and, if `propose`, drafts. Behind all others stands `next_token_id`.
+    `masks` are those of the emitted token, as in `DecodeRow`.
     """
 
     slot: int
@@ -198,6 +203,7 @@ class PrefillRow:
     last: bool
     propose: bool
     next_token_id: int = -1
+    masks: tuple[bytes, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -267,7 +273,7 @@ class StepOutput:
     `last` prefill rows in order. `num_drafts[i]` is how many drafts that row really verified.
     `logprobs[i]` are those of its tokens, and `prompt_logprobs[j]` those of the tokens that stand
     behind the j-th prefill row's, without the one that a `last` row emits; both are empty where
-    the bucket asks for none.
+    the bucket asks for none. `drafts[i]` are those that the i-th row of a guided step proposed.
     `late_compiles` counts compilations since warm-up, which should be none.
     """
 
@@ -276,6 +282,7 @@ class StepOutput:
     num_drafts: tuple[int, ...] = ()
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
     late_compiles: int = 0
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from actors.grammar import GrammarState
 from actors.messages import FinishReason, GenerateRequest, SpeculationStats, TokenLogprobs
 from actors.prefix import HashChain
 
@@ -21,6 +22,9 @@ class Request:
     others may find the first `num_published`. `chain`, where prefixes are cached, names all of its
     full pages. `cached_tokens` is how much of the prompt was cached when it first started.
     `prompt_logprobs`, if asked for, are those of the computed prompt behind its first token.
+
+    A `grammar`, if there is one, stands behind what was emitted; then `drafts` are those that the
+    last row proposed.
     """
 
     message: GenerateRequest
@@ -30,11 +34,13 @@ class Request:
     draft_end: int = 0
     arrival: int = 0
     chain: HashChain | None = None
+    grammar: GrammarState | None = None
     prefill_len: int = field(init=False)
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_ahead: int = 0
     num_proposed: int = 0
+    drafts: tuple[int, ...] = ()
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     first_position: int = 0
@@ -100,6 +106,17 @@ class Request:
         """Whether its next row may verify drafts, or propose some."""
         within = self.num_proposed > 0 or self.next_position < self.draft_end
         return self.max_drafts > 0 and within
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether all its known tokens but the bonus are fed, and more may be emitted behind those
+        that are ahead."""
+        return self.next_position >= self.prefill_len and self.num_left_ahead > 0
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether its next decode row depends on an output that is unread."""
+        return self.grammar is not None and self.num_ahead > 0
 
     @property
     def held_slot(self) -> int:

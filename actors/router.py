@@ -64,6 +64,8 @@ class Router:
         served, `EngineOverloaded` where `max_requests` are in, `EngineDead` where the engine is
         lost.
         """
+        if request.sampling.guide is not None:  # which takes its time; the next check knows it
+            await asyncio.to_thread(self._engine.check, request)
         # Known to the engine's thread before the failure is looked at: a failure after that look
         # finds this stream.
         if self._loop is None:

@@ -1,15 +1,21 @@
 """A request's rows in the plan of a step: the tokens it feeds next, as far as the host knows."""
 
+from collections.abc import Sequence
+
 from actors.messages import DecodeRow, PrefillRow
 from actors.request import Request
 
 
 def decode_row(request: Request, max_drafts: int) -> DecodeRow:
-    """Verify up to `max_drafts` drafts behind the bonus token, fewer near the request's end."""
+    """Verify up to `max_drafts` drafts behind the bonus token, fewer near the request's end or
+    where its grammar forbids one."""
     in_flight = request.num_ahead > 0
     # The unread step emits at least one token, maybe no more: then this step needs the drafts.
     most_left = request.num_left - in_flight
     num_drafts = min(max_drafts, request.most_drafts)
+    masks: Sequence[bytes] = ()
+    if request.grammar is not None:
+        num_drafts, masks = request.grammar.masks(request.drafts[:num_drafts])
     bonus = request.next_position + num_drafts + 1
     return DecodeRow(
         slot=request.held_slot,
@@ -17,6 +23,7 @@ def decode_row(request: Request, max_drafts: int) -> DecodeRow:
         num_drafts=num_drafts,
         propose=_is_proposing(request, max_drafts, bonus, most_left),
         prev_in_flight=in_flight,
+        masks=tuple(masks),
     )
 
 
@@ -27,6 +34,7 @@ def prefill_rows(request: Request, count: int, width: int, max_drafts: int) -> l
     rows = []
     for start in range(first, end, width):
         stop = min(start + width, end)
+        last = stop == request.prefill_len
         behind = request.known_tokens(stop, min(stop + 1, request.prefill_len))
         rows.append(
             PrefillRow(
@@ -34,9 +42,10 @@ def prefill_rows(request: Request, count: int, width: int, max_drafts: int) -> l
                 start=start,
                 token_ids=request.known_tokens(start, stop),
                 fresh=start == request.first_position,
-                last=stop == request.prefill_len,
+                last=last,
                 propose=_is_proposing(request, max_drafts, stop, request.num_left),
                 next_token_id=behind[0] if behind else -1,
+                masks=tuple(request.grammar.masks(())[1]) if request.grammar and last else (),
             )
         )
     return rows

@@ -5,6 +5,7 @@ lacks, and prefill, chunked prefill and verification differ only in where those 
 A step may be planned while the one before is unread: requests then count what is ahead of them.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -12,9 +13,11 @@ from actors.allocation import Allocation
 from actors.buckets import BucketLadder
 from actors.choosing import asked, bucket_for, slot_sampling
 from actors.config import EngineConfig
+from actors.grammar import Grammars, GrammarState
 from actors.messages import (
     DecodeRow,
     GenerateRequest,
+    Guide,
     PageUpdate,
     PrefillRow,
     StepOutput,
@@ -29,6 +32,8 @@ from actors.rows import decode_row, prefill_rows
 from actors.speculation import Speculation
 from actors.stats import EngineStats
 
+logger = logging.getLogger(__name__)
+
 # Given the ids of the requests that a step would compute, the one to leave out of it, if any.
 LeaveOut = Callable[[Sequence[str]], str | None]
 
@@ -40,8 +45,15 @@ class Scheduler:
     last row was read; that row's tokens are nobody's.
     """
 
-    def __init__(self, config: EngineConfig, *, leave_out: LeaveOut | None = None) -> None:
-        """`leave_out` is asked once a step, for tests: no schedule may change a token."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        grammars: Grammars | None = None,
+        leave_out: LeaveOut | None = None,
+    ) -> None:
+        """`grammars` follow the guides of requests, which none may have without. `leave_out` is
+        asked once a step, for tests: no schedule may change a token."""
         self.config = config
         self.stats = EngineStats()
         self.allocation = Allocation(config, self.stats)
@@ -49,6 +61,7 @@ class Scheduler:
         self.speculation = Speculation(
             config.num_drafts, self.ladder.verify_widths, adaptive=config.adaptive_drafts
         )
+        self._grammars = grammars
         self._leave_out = leave_out
         self._requests: dict[str, Request] = {}  # that have not ended
         self._num_added = 0
@@ -74,7 +87,7 @@ class Scheduler:
         return len(self._requests)
 
     def add(self, message: GenerateRequest) -> None:
-        """Queue a request that passed `limits.check_request`."""
+        """Queue a request that passed `limits.check_request`, and its guide `Grammars.check`."""
         assert message.request_id not in self._requests
         sampling = message.sampling
         stops = set(sampling.stop_token_ids)
@@ -94,6 +107,7 @@ class Scheduler:
             chain=HashChain(self.config.block_size, message.cache_salt)
             if self.config.enable_prefix_caching
             else None,
+            grammar=self._grammar(sampling.guide),
         )
         self._num_added += 1
         self._requests[request.request_id] = request
@@ -112,7 +126,7 @@ class Scheduler:
         """The next step; an empty plan where nothing can be computed before an output is read.
 
         At most one step may be unread. It is planned for as if all its drafts were accepted: a
-        request that would then be at its limit waits for the output.
+        request that would then be at its limit waits for the output, as one with a grammar does.
         """
         assert len(self._unread) <= 1, "positions are corrected over one step only"
         decode, chunks = self._choose()
@@ -155,6 +169,9 @@ class Scheduler:
             request = self.allocation.running[row.slot]
             request.prompt_logprobs += asked(found, request.message.sampling.prompt_logprobs)
         chunks = []
+        drafts = output.drafts or ((),) * len(output.sampled)
+        for row, proposed in zip(plan.emitting, drafts, strict=True):
+            self.allocation.running[row.slot].drafts = proposed
         logprobs = output.logprobs or ((),) * len(output.sampled)
         emitted = zip(plan.emitting, output.sampled, output.num_drafts, logprobs, strict=True)
         for row, sampled, num_drafts, found in emitted:
@@ -175,13 +192,19 @@ class Scheduler:
         """Who decodes in the next step, and who prefills how many tokens; all have their pages."""
         decode: list[Request] = []
         chunks: list[tuple[Request, int]] = []
+        waiting = False
         candidates = self.allocation.candidates()
         widest = self.ladder.verify_widths[-1]
-        budget = self.config.max_num_batched_tokens - widest * sum(map(_can_decode, candidates))
+        budget = self.config.max_num_batched_tokens - widest * sum(
+            request.can_decode for request in candidates
+        )
         for request in candidates:
             if request.is_leaving:  # preempted since
                 continue
-            if _can_decode(request):
+            if request.can_decode:
+                if request.must_wait:
+                    waiting = True
+                    continue
                 end = request.next_position + request.most_drafts + 1
                 if self.allocation.grow(request, end):
                     decode.append(request)
@@ -192,6 +215,9 @@ class Scheduler:
             if count > 0 and self.allocation.grow(request, request.next_position + count):
                 chunks.append((request, count))
                 budget -= count
+        if waiting and not chunks and all(request.grammar for request in decode):
+            # They would run as two halves of a batch in turn, in twice as many steps.
+            return [], []
         left_out = self._left_out([*decode, *(request for request, _ in chunks)])
         return (
             [request for request in decode if request is not left_out],
@@ -205,6 +231,12 @@ class Scheduler:
         if not any(request.may_draft for request in emitting):
             return 0
         return self.speculation.choose(self.ladder.decode_size(len(emitting)))
+
+    def _grammar(self, guide: Guide | None) -> GrammarState | None:
+        if guide is None:
+            return None
+        assert self._grammars is not None
+        return self._grammars.start(guide)
 
     def _left_out(self, chosen: list[Request]) -> Request | None:
         if self._leave_out is None or not chosen:
@@ -266,6 +298,11 @@ class Scheduler:
         sampling = request.message.sampling
         first_index = len(request.output_token_ids)
         kept = request.append(sampled)
+        if request.grammar is not None:
+            request.grammar.commit(kept)
+            if request.grammar.failure and request.finish_reason == "stop":
+                logger.warning("request %s: %s", request.request_id, request.grammar.failure)
+                request.finish_reason = "length"
         self.stats.output_tokens += len(kept)
         if isinstance(row, DecodeRow):
             self._advance(request, len(sampled))
@@ -311,9 +348,3 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.slot is None:
             self.allocation.waiting.remove(request)
-
-
-def _can_decode(request: Request) -> bool:
-    """Whether all its known tokens but the bonus are fed, and more may be emitted behind those
-    that are ahead."""
-    return request.next_position >= request.prefill_len and request.num_left_ahead > 0

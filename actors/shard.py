@@ -110,7 +110,7 @@ class Shard:
 
         # Made here, while the device is still at the step before.
         with torch.inference_mode():
-            inputs = step_inputs(plan, model.state.scratch_slot)
+            inputs = step_inputs(plan, model.state.scratch_slot, model.vocab_size)
         captured: dict[str, torch.Tensor] | None = {} if self._config.debug_logits_dir else None
 
         def work() -> HostResult:

@@ -43,7 +43,7 @@ def write_samplings(plan: StepPlan, state: SamplingState) -> None:
         )
 
 
-def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
+def step_inputs(plan: StepPlan, scratch_slot: int, vocab_size: int) -> StepInputs:
     """Every tensor has its bucket's size; padded rows point at `scratch_slot`.
 
     All are views of two buffers: the device thread computes meanwhile, and every torch call made
@@ -91,6 +91,7 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
         prefill_next,
         prefill_tokens,
     ) = ints.tensors(torch.int32)
+    masks, masked = _masks(plan, -(-vocab_size // 32)) if bucket.guided else (None, None)
     decode_in_flight, decode_valid, prefill_fresh = flags.tensors(torch.bool)
     return StepInputs(
         verify_width=bucket.verify_width,
@@ -113,7 +114,26 @@ def step_inputs(plan: StepPlan, scratch_slot: int) -> StepInputs:
         prefill_fresh=prefill_fresh,
         emitting=emitting,
         proposed=proposed,
+        masks=masks,
+        masked=masked,
     )
+
+
+def _masks(plan: StepPlan, num_words: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`masks` and `masked` of `StepInputs`."""
+    bucket, size = plan.bucket, 4 * num_words
+    assert bucket is not None
+    first_of_prefill = bucket.decode_rows * bucket.verify_width
+    num_rows = first_of_prefill + (bucket.emitting_rows if bucket.prefill_rows else 0)
+    masks, masked = bytearray(num_rows * size), bytearray(num_rows)
+    for i, row in enumerate(plan.emitting):
+        place = i * bucket.verify_width if i < len(plan.decode) else first_of_prefill + i
+        for mask in row.masks:
+            masks[place * size : (place + 1) * size] = mask
+            masked[place] = True
+            place += 1
+    words = torch.frombuffer(masks, dtype=torch.int32).view(num_rows, num_words)
+    return words, torch.frombuffer(masked, dtype=torch.bool)
 
 
 class _Columns:

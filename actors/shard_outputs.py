@@ -14,6 +14,7 @@ class HostResult(NamedTuple):
     num_drafts: list[int]
     logprobs: list[list[Any]] | None
     prompt_logprobs: list[list[Any]] | None
+    drafts: list[list[int]] | None
 
 
 def on_host(result: StepResult) -> HostResult:
@@ -23,6 +24,7 @@ def on_host(result: StepResult) -> HostResult:
         num_drafts=result.num_drafts.tolist(),
         logprobs=_lists(result.logprobs),
         prompt_logprobs=_lists(result.prompt_logprobs),
+        drafts=None if result.drafts is None else result.drafts.tolist(),
     )
 
 
@@ -37,6 +39,12 @@ def step_output(plan: StepPlan, result: HostResult, late_compiles: int) -> StepO
         num_drafts=tuple(result.num_drafts[:count]),
         logprobs=_token_logprobs(result.logprobs, [len(row) for row in sampled]),
         prompt_logprobs=_token_logprobs(result.prompt_logprobs, known),
+        drafts=()
+        if result.drafts is None
+        else tuple(
+            tuple(drafts) if row.propose else ()
+            for row, drafts in zip(plan.emitting, result.drafts, strict=False)
+        ),
         late_compiles=late_compiles,
     )
 

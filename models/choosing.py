@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers import LMHead
+from models.logits import constrain
 from models.rows import StepInputs, TokenRows, deciding
 from models.sampler import greedy
 from models.sampling import log_probs, sample
@@ -43,15 +44,16 @@ def choose(
     have fed at most `max_context` tokens.
     """
     if inputs.choosing == "greedy":
-        return greedy(logits, head)
+        return greedy(_guided(inputs, logits, logits, head), head)
     slots = _token_slots(inputs, scratch_slot=len(state.history) - 1)
     if inputs.choosing == "shaped":
         fed = torch.where(rows.valid, slots, len(state.history) - 1)
         state.feed(rows.tokens, fed, rows.positions)
     slots, positions = deciding(inputs, slots), deciding(inputs, rows.positions) + 1
+    shaped = logits
     if inputs.choosing == "shaped":
-        logits = state.shape(logits, slots, positions, max_context, head)
-    return sample(logits, state.rows(slots, positions), head)
+        shaped = state.shape(logits, slots, positions, max_context, head)
+    return sample(_guided(inputs, shaped, logits, head), state.rows(slots, positions), head)
 
 
 def emitted_scores(
@@ -97,6 +99,22 @@ def prompt_scores(inputs: StepInputs, hidden: Tensor, head: LMHead) -> TokenScor
     ]
     scores = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     return TokenScores(*(each.unflatten(0, shape) for each in scores))
+
+
+def _guided(inputs: StepInputs, shaped: Tensor, logits: Tensor, head: LMHead) -> Tensor:
+    """`shaped` with what the grammars of guided rows forbid at -inf.
+
+    Where the request itself forbids all that is left, before `min_tokens` or by `bad_words`, the
+    grammar has its way, and `logits` say which of it.
+    """
+    if inputs.masks is None or inputs.masked is None:
+        return shaped
+    allowed = constrain(shaped, inputs.masks, inputs.masked, head)
+    if shaped is logits:
+        return allowed
+    best = head.tp.all_gather(allowed.amax(1).unsqueeze(0), dim=0).amax(0).unsqueeze(1)
+    instead = constrain(logits, inputs.masks, inputs.masked, head)
+    return torch.where(best > float("-inf"), allowed, instead)
 
 
 def _token_slots(inputs: StepInputs, scratch_slot: int) -> Tensor:

@@ -32,7 +32,8 @@ class StepInputs:
     proposed `[D]` how many drafts it proposes. D may be 0. `verify_width` is k + 1; at most
     `num_drafts` are proposed, 0 leaves the drafter out. There are `num_tokens` token rows with
     their padding; every row reads `context_pages` KV pages. `choosing`, `num_logprobs` and
-    `num_prompt_logprobs` as in `actors.messages.Bucket`.
+    `num_prompt_logprobs` as in `actors.messages.Bucket`. In a guided step `masks`, bit `i % 32` of
+    word `i // 32` for token `i`, say what may stand behind each row of `deciding` that is `masked`.
     """
 
     verify_width: int
@@ -55,6 +56,8 @@ class StepInputs:
     prefill_fresh: Tensor
     emitting: Tensor
     proposed: Tensor
+    masks: Tensor | None = None  # [rows of deciding, ceil(vocabulary / 32)]
+    masked: Tensor | None = None  # [rows of deciding] bool
 
 
 class TokenRows(NamedTuple):

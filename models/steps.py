@@ -20,12 +20,14 @@ from models.target import RunLayers, Target, run_layers
 class StepResult:
     """Of the emitting rows in order: `sampled [D, K + 1] int32`, padded with -1 (all -1 for a
     padded row), and `num_drafts [D] int32`, the drafts each row really verified. `logprobs` of
-    the first tokens of each row, and `prompt_logprobs` of the prefill grid, if asked for."""
+    the first tokens of each row, and `prompt_logprobs` of the prefill grid, if asked for; `drafts
+    [D, n] int32`, the proposed ones, in a guided step."""
 
     sampled: Tensor
     num_drafts: Tensor
     logprobs: TokenScores | None
     prompt_logprobs: TokenScores | None
+    drafts: Tensor | None
 
 
 class Regions(NamedTuple):
@@ -112,7 +114,10 @@ class ModelRank:
             if captured is not None:
                 captured["draft_logits"] = logits
         prompt_logprobs = prompt_scores(inputs, hidden, head)
-        return StepResult(emitted.sampled, emitted.num_drafts, logprobs, prompt_logprobs)
+        drafts = None
+        if inputs.masks is not None:
+            drafts = state.drafts[emitted.slots, : inputs.num_drafts]
+        return StepResult(emitted.sampled, emitted.num_drafts, logprobs, prompt_logprobs, drafts)
 
     def _propose(
         self, drafter: DFlashDrafter, inputs: StepInputs, emitted: Emitted, page_size: int

@@ -67,7 +67,6 @@ def request(**sampling: Any) -> GenerateRequest:
         (request(guide=Guide(kind="xml", source="x")), "guide", ["xml", "json_schema"]),
         (request(guide=Guide(kind="regex")), "guide", ["regex", "empty"]),
         (request(guide=Guide(kind="json_object", source="x")), "guide", ["json_object"]),
-        (request(guide=Guide(kind="json_object")), "guide", ["does not follow"]),
         (replace(generate_request(), priority=2**63), "priority", [str(2**63), "64"]),
         (replace(generate_request(), max_draft_tokens=-1), "max_draft_tokens", ["-1", "0"]),
     ],

@@ -10,6 +10,7 @@ from models.slot_sampling import SamplingState
 from models.state import SlotState
 
 SCRATCH = 9
+VOCAB = 64
 small = st.integers(0, 8)
 floats = st.floats(-100, 100, width=32)
 ids = st.integers(0, 200_000)
@@ -84,7 +85,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
 @given(plans())
 def test_emitting_rows_are_decode_then_ends_of_prompts_then_padding(plan: StepPlan) -> None:
     assert plan.bucket is not None
-    inputs = step_inputs(plan, SCRATCH)
+    inputs = step_inputs(plan, SCRATCH, VOCAB)
     size = plan.bucket.emitting_rows
     assert inputs.emitting.dtype == inputs.proposed.dtype == torch.int32
     assert inputs.emitting.shape == inputs.proposed.shape == (size,)
@@ -101,7 +102,7 @@ def test_emitting_rows_are_decode_then_ends_of_prompts_then_padding(plan: StepPl
 @given(plans())
 def test_decode_rows_then_padding(plan: StepPlan) -> None:
     assert plan.bucket is not None
-    inputs = step_inputs(plan, SCRATCH)
+    inputs = step_inputs(plan, SCRATCH, VOCAB)
     size = plan.bucket.decode_rows
     columns = (
         (inputs.decode_slots, torch.int32),
@@ -132,7 +133,7 @@ def test_decode_rows_then_padding(plan: StepPlan) -> None:
 @given(plans())
 def test_prefill_rows_then_padding(plan: StepPlan) -> None:
     assert plan.bucket is not None
-    inputs = step_inputs(plan, SCRATCH)
+    inputs = step_inputs(plan, SCRATCH, VOCAB)
     size, width = plan.bucket.prefill_rows, plan.bucket.prefill_width
     columns = (
         (inputs.prefill_slots, torch.int32),
@@ -169,7 +170,7 @@ def test_prefill_rows_then_padding(plan: StepPlan) -> None:
 @given(plans())
 def test_the_bucket_fixes_the_rest(plan: StepPlan) -> None:
     assert plan.bucket is not None
-    inputs = step_inputs(plan, SCRATCH)
+    inputs = step_inputs(plan, SCRATCH, VOCAB)
     assert inputs.verify_width == plan.bucket.verify_width
     assert inputs.num_tokens == plan.bucket.num_tokens
     assert inputs.context_pages == plan.bucket.context_pages
