@@ -66,6 +66,8 @@ def engine_args(mode: Mode, model: str, drafter: str, fields: Mapping[str, Any])
         "model": model,
         "speculative_config": speculative_config,
         "max_num_batched_tokens": max(default, fields["max_num_seqs"] * verify_width),
+        # Prompts repeat from round to round.
+        "enable_prefix_caching": False,
         **fields,
     }
 

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from uuid import uuid4
 
 import httpx
 
@@ -73,6 +74,8 @@ class HttpLoad:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            # Prompts repeat from round to round, and should not be cached.
+            "cache_salt": uuid4().hex,
         }
 
     async def _answer(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Sample:

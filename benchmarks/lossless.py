@@ -7,10 +7,12 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -56,7 +58,7 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def divergence(
-    llm: LLM, prompt: Prompt, plain: RequestOutput, other: RequestOutput
+    llm: LLM, prompt: Prompt, plain: RequestOutput, other: RequestOutput, near_tie: float
 ) -> Divergence | None:
     """Where `other` leaves `plain`, judged by the plain engine's own logits there."""
     index = first_difference(plain.token_ids, other.token_ids)
@@ -71,7 +73,7 @@ def divergence(
         plain=plain.token_ids[index] if index < len(plain.token_ids) else None,
         speculative=other.token_ids[index] if index < len(other.token_ids) else None,
         margin=float((top[0] - top[1]) / logits.abs().max()),
-        near_tie=NEAR_TIES[llm.config.dtype],
+        near_tie=near_tie,
     )
 
 
@@ -98,11 +100,22 @@ def _progress(title: str, total: int) -> Any:
 
 
 def _generate(
-    llm: LLM, prompts: Sequence[list[int]], sampling: SamplingParams, title: str
+    llm: LLM, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], title: str
 ) -> list[RequestOutput]:
     with _progress(title, len(prompts)) as advance:
         done: Callable[[], None] = advance
         return llm.generate(prompts, sampling, on_finish=done)
+
+
+def _sampling(text: str, max_tokens: int) -> SamplingParams:
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, Any])
+        unknown = fields.keys() - {field.name for field in dataclass_fields(SamplingParams)}
+        if unknown:
+            raise ValueError(f"unknown field {min(unknown)}")
+        return msgspec.convert({"max_tokens": max_tokens, **fields}, SamplingParams)
+    except ValueError as error:  # msgspec's too
+        raise typer.BadParameter(str(error), param_hint="--sampling") from None
 
 
 def main(
@@ -111,6 +124,13 @@ def main(
     ] = SAMPLE,
     prompts: Annotated[int | None, typer.Option(help="How many rows; all by default.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Output tokens per prompt.")] = 64,
+    sampling: Annotated[
+        str,
+        typer.Option(
+            help='Fields of SamplingParams as JSON, such as {"temperature": 1, "top_p": 0.9}; '
+            "each prompt has a seed of its own. Greedy by default."
+        ),
+    ] = "{}",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     concurrency: Annotated[int, typer.Option(help="Requests in flight with speculation on.")] = 8,
     model: Annotated[str, typer.Option(help="Target.")] = DEMO_TARGET,
@@ -127,7 +147,10 @@ def main(
 ) -> None:
     """Compare speculation on, at --concurrency, with off, one request and one step at a time."""
     rows = load_prompts(file, prompts)
-    sampling = SamplingParams(max_tokens=max_tokens)
+    params = _sampling(sampling, max_tokens)
+    each = [replace(params, seed=params.seed + i) for i in range(len(rows))]
+    # Noise decides between near tokens as readily as rounding does between near logits.
+    near_tie = 0.0 if params.temperature else NEAR_TIES[dtype]
     # All drafts in every step: an engine that finds them too slow would have little to verify.
     speculative = {"method": "dflash", "model": drafter, "adaptive": False}
     block_size = load_drafter_config(resolve(drafter)).block_size
@@ -141,6 +164,7 @@ def main(
             max_model_len=max_model_len,
             max_num_seqs=1,
             async_scheduling=False,
+            enable_prefix_caching=False,
         ) as off,
         LLM(
             model,
@@ -154,9 +178,11 @@ def main(
         ) as on,
     ):
         encoded = [off.encode_chat([{"role": "user", "content": row.text}]) for row in rows]
-        other = _generate(on, encoded, sampling, "speculation on")
-        plain = _generate(off, encoded, sampling, "speculation off")
-        found = [divergence(off, *triple) for triple in zip(rows, plain, other, strict=True)]
+        other = _generate(on, encoded, each, "speculation on")
+        plain = _generate(off, encoded, each, "speculation off")
+        found = [
+            divergence(off, *triple, near_tie) for triple in zip(rows, plain, other, strict=True)
+        ]
         stats = on.stats
     divergences = [d for d in found if d is not None]
     for d in divergences:
