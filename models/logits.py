@@ -1,6 +1,7 @@
 """What a request asks of the distribution, worked into its logits before temperature.
 
-Rows are `logits [rows, local vocabulary]` of one rank, float32 or narrower; results are float32.
+Rows are `logits [rows, local vocabulary]` of one rank, float32 or narrower; results are float32,
+but for those of `constrain`, which keep their type.
 An id of another rank is simply not there, and padded columns stay at -inf. The functions stand in
 the order in which vLLM applies them.
 """
@@ -8,6 +9,7 @@ the order in which vLLM applies them.
 import torch
 from torch import Tensor
 
+from models.grammar_masks import constrained
 from models.layers import LMHead
 
 _MINUS_INFINITY = float("-inf")
@@ -18,11 +20,9 @@ def constrain(logits: Tensor, bitmask: Tensor, masked: Tensor, head: LMHead) -> 
 
     Bit i % 32 of `bitmask [rows, ceil(vocabulary / 32)] int32` at i // 32 allows token i.
     """
-    ids = head.start + torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    # The ids of padded columns may lie beyond the mask.
-    places = (ids // 32).clamp(max=bitmask.shape[1] - 1)
-    refused = (bitmask[:, places] >> (ids % 32)) & 1 == 0
-    return logits.float().masked_fill(refused & masked.unsqueeze(1), _MINUS_INFINITY)
+    if head.tp.size == 1:
+        return head.ops.constrain(logits, bitmask, masked)
+    return constrained(logits, bitmask, masked, head.start)
 
 
 def forbid(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.attention import block_attention, causal_grid, paged_attention
+from models.grammar_masks import constrained
 from models.kv_cache import LayerKV
 from models.parallel import TensorParallel
 from models.scores import SamplingRows, choice_scores
@@ -44,6 +45,8 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
     def argmax(self, values: Tensor) -> Tensor: ...
+
+    def constrain(self, logits: Tensor, bitmask: Tensor, masked: Tensor) -> Tensor: ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor: ...
 
@@ -93,6 +96,10 @@ class TorchOps:
     def argmax(self, values: Tensor) -> Tensor:
         """The lowest index of the largest of each row of `values [rows, n]`: `[rows] int32`."""
         return values.argmax(dim=-1).to(torch.int32)
+
+    def constrain(self, logits: Tensor, bitmask: Tensor, masked: Tensor) -> Tensor:
+        """`logits [rows, vocabulary]`, all of it on one rank, as `models.logits.constrain` says."""
+        return constrained(logits, bitmask, masked, 0)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """A draw from each row of `logits [rows, vocabulary]`, all of it on one rank: `[rows]

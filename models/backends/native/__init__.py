@@ -67,6 +67,9 @@ class NativeOps:
     def argmax(self, values: Tensor) -> Tensor:
         return torch.ops.dflash.argmax(values)
 
+    def constrain(self, logits: Tensor, bitmask: Tensor, masked: Tensor) -> Tensor:
+        return torch.ops.dflash.constrain(logits, bitmask, masked)
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         return torch.ops.dflash.sample(logits, *rows)
 

@@ -61,6 +61,52 @@ at::Tensor argmax(const at::Tensor& any) {
 }
 
 // ---------------------------------------------------------------------------------------------
+// Grammars
+
+constexpr int64_t kWord = 32;
+
+template <typename T>
+void forbid(T* logits, const int32_t* mask, int64_t size) {
+  for (int64_t start = 0; start < size; start += kWord) {
+    const auto allowed = static_cast<uint32_t>(mask[start / kWord]);
+    if (allowed == ~0u) continue;
+    const int64_t count = std::min(kWord, size - start);
+    for (int64_t i = 0; i < count; ++i)
+      if (((allowed >> i) & 1u) == 0) logits[start + i] = -kInfinity;
+  }
+}
+
+// `logits` with -inf where a bit of `bitmask` is 0, in the rows that are `masked`.
+at::Tensor constrain(const at::Tensor& logits, const at::Tensor& bitmask, const at::Tensor& masked) {
+  TORCH_CHECK(logits.dim() == 2, "logits are ", logits.sizes());
+  const int64_t rows = logits.size(0), size = logits.size(1);
+  const int64_t words = (size + kWord - 1) / kWord;
+  TORCH_CHECK(
+      bitmask.sizes() == at::IntArrayRef({rows, words}) && bitmask.scalar_type() == at::kInt &&
+          bitmask.is_contiguous(),
+      "bitmask is ", bitmask.sizes(), " for logits ", logits.sizes());
+  TORCH_CHECK(
+      masked.sizes() == at::IntArrayRef({rows}) && masked.scalar_type() == at::kBool &&
+          masked.is_contiguous(),
+      "masked is ", masked.sizes(), " for logits ", logits.sizes());
+  auto out = at::empty(logits.sizes(), logits.options(), at::MemoryFormat::Contiguous);
+  out.copy_(logits);
+  const int32_t* masks = bitmask.const_data_ptr<int32_t>();
+  const bool* is_masked = masked.const_data_ptr<bool>();
+  const auto run = [&](auto* to) {
+    at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        if (is_masked[i]) forbid(to + i * size, masks + i * words, size);
+    });
+  };
+  if (out.scalar_type() == at::kBFloat16)
+    run(out.mutable_data_ptr<at::BFloat16>());
+  else
+    run(out.mutable_data_ptr<float>());
+  return out;
+}
+
+// ---------------------------------------------------------------------------------------------
 // Noise
 
 // No value of `gumbel` is larger.
@@ -314,6 +360,7 @@ at::Tensor sample(
 
 TORCH_LIBRARY_FRAGMENT(dflash, m) {
   m.def("argmax(Tensor values) -> Tensor");
+  m.def("constrain(Tensor logits, Tensor bitmask, Tensor masked) -> Tensor");
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_p, Tensor min_p, Tensor top_k, "
       "Tensor seeds, Tensor positions) -> Tensor");
@@ -321,5 +368,6 @@ TORCH_LIBRARY_FRAGMENT(dflash, m) {
 
 TORCH_LIBRARY_IMPL(dflash, CPU, m) {
   m.impl("argmax", argmax);
+  m.impl("constrain", constrain);
   m.impl("sample", sample);
 }

@@ -251,7 +251,7 @@ def test_bfloat16_logits_are_shaped_as_the_float32_they_stand_for() -> None:
         lambda local, head: penalize(local, history, lens, half, half, half, head),
     ]
     for shape in shapes:
-        assert torch.equal(shaped(logits, shape), shaped(logits.float(), shape))
+        assert torch.equal(shaped(logits, shape).float(), shaped(logits.float(), shape))
 
 
 def test_nothing_is_communicated() -> None:

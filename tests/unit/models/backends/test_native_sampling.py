@@ -182,7 +182,39 @@ def test_a_token_far_behind_the_best_is_drawn_as_often_as_it_should(native: Nati
     assert abs(found - expected) < 4 * math.sqrt(expected)
 
 
+# ----------------------------------------------------------------------------------------- masks
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 97])
+def test_masks_are_those_of_torch(native: NativeOps, dtype: torch.dtype, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits = normal(6, size).to(dtype)
+    words = torch.randint(-(2**31), 2**31, (6, -(-size // 32)), generator=generator).int()
+    words[4], words[5] = -1, 0
+    masked = torch.tensor([True, True, False, True, True, True])
+    before = logits.clone()
+    found = native.constrain(logits, words, masked)
+    assert found.dtype == dtype
+    assert torch.equal(found, TorchOps().constrain(logits, words, masked))
+    assert torch.equal(logits, before)
+    strided = normal(size, 6).to(dtype).T
+    expected = TorchOps().constrain(strided, words, masked)
+    assert torch.equal(native.constrain(strided, words, masked), expected)
+
+
 # --------------------------------------------------------------------------------------- refusals
+
+
+def test_masks_that_do_not_fit_are_refused(native: NativeOps) -> None:
+    logits, words, masked = torch.zeros(2, 40), torch.zeros(2, 2).int(), torch.ones(2).bool()
+    native.constrain(logits, words, masked)
+    for wrong in (words[:1], words[:, :1], words.long(), torch.zeros(2, 4).int()[:, ::2]):
+        with pytest.raises(RuntimeError, match="bitmask is"):
+            native.constrain(logits, wrong, masked)
+    for wrong in (masked[:1], masked.int()):
+        with pytest.raises(RuntimeError, match="masked is"):
+            native.constrain(logits, words, wrong)
 
 
 def test_what_does_not_fit_is_refused(native: NativeOps) -> None:
