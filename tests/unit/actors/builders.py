@@ -124,6 +124,7 @@ def generate_request(
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
     prompt_logprobs: int | None = None,
+    presence_penalty: float = 0.0,
     **changes: Any,
 ) -> GenerateRequest:
     """`prompt` is the token ids, or how many of them; `changes` are fields of the request."""
@@ -139,6 +140,7 @@ def generate_request(
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
             prompt_logprobs=prompt_logprobs,
+            presence_penalty=presence_penalty,
         ),
         **changes,
     )

@@ -106,6 +106,10 @@ class Client:
         cap = self.message.max_draft_tokens
         return num_drafts if cap is None else min(num_drafts, cap)
 
+    @property
+    def reads_history(self) -> bool:
+        return self.message.sampling.presence_penalty != 0
+
     def requeue(self) -> None:
         """Preempted, with nothing unread."""
         self.slot, self.pages, self.table, self.preempted = None, (), (), False
@@ -547,8 +551,8 @@ class Simulation:
             assert sampling.temperature == client.message.sampling.temperature
             assert sampling.prompt_len == len(client.prompt)
             # Whoever reads a history has it from the host where nothing was computed.
-            reads = client.message.sampling.presence_penalty != 0
-            assert sampling.history == client.sequence(row.start if reads else 0)
+            history = client.sequence(row.start) if client.reads_history else ()
+            assert sampling.history == history
             assert client.table == ()
             assert row.start == client.hits
             client.slot = row.slot
@@ -593,6 +597,8 @@ class Simulation:
     def check_bucket(self, plan: StepPlan) -> None:
         bucket, size = plan.bucket, self.config.block_size
         assert bucket is not None
+        reads = any(self.holder(row.slot).reads_history for row in plan.rows)
+        assert bucket.choosing == ("shaped" if reads else "greedy")
         assert len(plan.decode) <= bucket.decode_rows <= self.config.max_num_seqs
         width = 1 + max((row.num_drafts for row in plan.decode), default=0)
         widths = self.config.buckets.verify_widths

@@ -84,6 +84,7 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
                 stop_token_ids=draw(st.sampled_from([(), (STOP,), tuple(range(2, 9))])),
                 ignore_eos=draw(st.booleans()),
                 prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+                presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.0])),
                 priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
                 cache_salt=draw(st.sampled_from(["", "", "", "salt"])),
                 max_draft_tokens=draw(
@@ -129,6 +130,7 @@ def crowds(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
             max_tokens=draw(st.integers(8, 60)),
             seed=index,
             ignore_eos=draw(st.booleans()),
+            presence_penalty=draw(st.sampled_from([0.0, 1.0])),
             priority=draw(st.sampled_from([0, 0, 1, -1])),
             max_draft_tokens=draw(st.sampled_from([None, None, 0])),
         )
