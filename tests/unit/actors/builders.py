@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import Buckets, EngineConfig
-from actors.messages import GenerateRequest, SamplingParams
+from actors.messages import GenerateRequest, Guide, SamplingParams
 from models.config import DecoderConfig, DrafterConfig, RopeConfig, TargetConfig
 
 VOCAB = 64
 EOS = 1
+GUIDE = Guide(kind="regex", source="a*")
 
 
 def decoder_config(num_layers: int, max_positions: int = 4096) -> DecoderConfig:
@@ -124,6 +125,7 @@ def generate_request(
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
     prompt_logprobs: int | None = None,
+    guide: Guide | None = None,
     **changes: Any,
 ) -> GenerateRequest:
     """`prompt` is the token ids, or how many of them; `changes` are fields of the request."""
@@ -139,6 +141,7 @@ def generate_request(
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
             prompt_logprobs=prompt_logprobs,
+            guide=guide,
         ),
         **changes,
     )
