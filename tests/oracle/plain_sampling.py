@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from actors.grammar import GrammarState
 from actors.messages import SamplingParams
 from tests.unit.models.draws import kept_tokens, noise
 
@@ -22,14 +23,22 @@ def sample_plainly(
     prompt: Sequence[int],
     sampling: SamplingParams,
     stops: Collection[int] = (),
+    grammar: GrammarState | None = None,
 ) -> list[int]:
-    """What a request emits; `stops` end it, and are the last token then. `choice` must be 0."""
+    """What a request emits; `stops` end it, and are the last token then. `choice` must be 0.
+
+    A new `grammar` guides it.
+    """
     assert sampling.choice == 0
     output: list[int] = []
     while len(output) < sampling.max_tokens and (not output or output[-1] not in stops):
         logits = all_logits(target, [*prompt, *output])[-1].tolist()
         shaped = shape(logits, prompt, output, sampling, stops)
+        if grammar is not None:
+            shaped = _guided(shaped, logits, grammar)
         output.append(_choice(shaped, len(prompt) + len(output), sampling))
+        if grammar is not None:
+            grammar.commit(output[-1:])
     return output
 
 
@@ -58,6 +67,16 @@ def shape(
         values[token] -= sampling.frequency_penalty * output.count(token)
         values[token] -= sampling.presence_penalty
     return values
+
+
+def _guided(shaped: Sequence[float], logits: Sequence[float], grammar: GrammarState) -> list[float]:
+    """What the grammar allows: of `logits` where the request forbids all of it."""
+    bits = int.from_bytes(grammar.masks(())[1][0], "little")
+    for values in (shaped, logits):
+        left = [value if bits >> token & 1 else -math.inf for token, value in enumerate(values)]
+        if max(left) > -math.inf:
+            return left
+    raise AssertionError("the grammar allows nothing")
 
 
 def _choice(logits: Sequence[float], position: int, sampling: SamplingParams) -> int:

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import Buckets, EngineConfig
-from actors.messages import GenerateRequest, SamplingParams
+from actors.messages import GenerateRequest, Guide, SamplingParams
 from models.config import DecoderConfig, DrafterConfig, RopeConfig, TargetConfig
 
 VOCAB = 64
 EOS = 1
+GUIDE = Guide(kind="regex", source="a*")
 
 
 def decoder_config(num_layers: int, max_positions: int = 4096) -> DecoderConfig:
@@ -125,6 +126,7 @@ def generate_request(
     ignore_eos: bool = False,
     prompt_logprobs: int | None = None,
     presence_penalty: float = 0.0,
+    guide: Guide | None = None,
     **changes: Any,
 ) -> GenerateRequest:
     """`prompt` is the token ids, or how many of them; `changes` are fields of the request."""
@@ -141,6 +143,7 @@ def generate_request(
             ignore_eos=ignore_eos,
             prompt_logprobs=prompt_logprobs,
             presence_penalty=presence_penalty,
+            guide=guide,
         ),
         **changes,
     )

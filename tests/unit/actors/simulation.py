@@ -24,6 +24,7 @@ from actors.messages import (
 from actors.prefix import page_hashes
 from actors.scheduler import Scheduler
 from tests.unit.actors.builders import EOS, VOCAB
+from tests.unit.actors.fake_grammar import FORBIDDEN, FakeGrammars, allowed, masks_behind
 
 Row = DecodeRow | PrefillRow
 
@@ -81,6 +82,10 @@ class Client:
     @property
     def seed(self) -> int:
         return self.message.sampling.seed
+
+    @property
+    def is_guided(self) -> bool:
+        return self.message.sampling.guide is not None
 
     def tokens(self, first: int, count: int) -> tuple[int, ...]:
         """The target's tokens from output index `first` on; they know no end."""
@@ -150,7 +155,7 @@ class DeviceSlot:
     fed: int = 0
     planned: int = 0
     emitted: int = 0
-    drafts: int = 0
+    drafts: tuple[int, ...] = ()
 
 
 class Device:
@@ -171,33 +176,38 @@ class Device:
         for update in plan.page_updates:
             table = self.tables.setdefault(update.slot, {})
             table.update(enumerate(update.pages, start=update.first))
-        proposed = plan.bucket.num_drafts
         for sampling in plan.samplings:
             self.slots[sampling.slot] = DeviceSlot(self.clients[sampling.seed])
-        runs = [self.verify(row, proposed, rng, acceptance) for row in plan.decode]
-        runs += [run for row in plan.prefill if (run := self.prefill(row, proposed))]
-        drafts = [
-            row.num_drafts if isinstance(row, DecodeRow) else 0 for row in emitting_rows(plan)
-        ]
-        return StepOutput(step=plan.step, sampled=tuple(runs), num_drafts=tuple(drafts))
+        runs = [self.verify(row, rng, acceptance) for row in plan.decode]
+        runs += [run for row in plan.prefill if (run := self.prefill(row))]
+        emitting = emitting_rows(plan)
+        verified = [row.num_drafts if isinstance(row, DecodeRow) else 0 for row in emitting]
+        for row in emitting:
+            count = plan.bucket.num_drafts if row.propose else 0
+            tokens = (rng.choice([7, 8, 9, 10, FORBIDDEN]) for _ in range(count))
+            self.slots[row.slot].drafts = tuple(tokens)
+        drafts = (self.slots[row.slot].drafts for row in emitting)
+        return StepOutput(
+            step=plan.step,
+            sampled=tuple(runs),
+            num_drafts=tuple(verified),
+            drafts=tuple(drafts) if plan.bucket.guided else (),
+        )
 
-    def verify(
-        self, row: DecodeRow, proposed: int, rng: random.Random, acceptance: float
-    ) -> tuple[int, ...]:
+    def verify(self, row: DecodeRow, rng: random.Random, acceptance: float) -> tuple[int, ...]:
         slot = self.slots[row.slot]
         rejected = 1 + slot.planned - slot.emitted if row.prev_in_flight else 0
         assert row.position - rejected == slot.fed
-        assert row.num_drafts <= slot.drafts, "drafts that nobody proposed"
+        assert row.num_drafts <= len(slot.drafts), "drafts that nobody proposed"
         accepted = 0
         while accepted < row.num_drafts and rng.random() < acceptance:
             accepted += 1
         first = slot.fed - len(slot.client.prompt) + 1
         slot.planned, slot.emitted = row.num_drafts, accepted + 1
         self.feed(row.slot, slot.emitted, row.num_drafts - accepted)
-        slot.drafts = proposed if row.propose else 0
         return slot.client.tokens(first, slot.emitted)
 
-    def prefill(self, row: PrefillRow, proposed: int) -> tuple[int, ...]:
+    def prefill(self, row: PrefillRow) -> tuple[int, ...]:
         slot = self.slots[row.slot]
         client = slot.client
         if row.fresh:
@@ -213,7 +223,6 @@ class Device:
         if not row.last:
             return ()
         slot.planned, slot.emitted = 0, 1
-        slot.drafts = proposed if row.propose else 0
         return client.tokens(end - len(client.prompt), 1)
 
     def feed(self, slot_id: int, num_kept: int, num_rejected: int) -> None:
@@ -250,7 +259,9 @@ class Simulation:
         self.offered: list[str] = []
         self.left_out: str | None = None
         self.scheduler = Scheduler(
-            config, leave_out=None if leave_out_seed is None else self.leave_out
+            config,
+            grammars=FakeGrammars(),
+            leave_out=None if leave_out_seed is None else self.leave_out,
         )
         self.chooses = drafts_seed is not None
         if drafts_seed is not None:
@@ -417,7 +428,8 @@ class Simulation:
     def expected(self) -> tuple[list[Client], dict[Client, int]]:
         """In order, everyone gets the pages of its next row, from the last if there are no more.
 
-        Everyone who may decode is in the step; prefill gets the rest of it.
+        Everyone who may decode is in the step, guided ones whose output was read; prefill gets the
+        rest of it. Where only guided ones are left, they wait for each other.
         """
         running = [client for client in self.live if not client.preempted]
         order = sorted([*running, *self.waiting], key=lambda client: client.order)
@@ -425,11 +437,14 @@ class Simulation:
         left = self.config.max_num_batched_tokens - most * sum(c.can_decode for c in running)
         assert left >= 0
         self.is_short, self.may_admit = False, True
-        decode, chunks = [], {}
+        decode, chunks, waiting = [], {}, False
         for client in order:
             if client.preempted:
                 continue
             if client in running and client.can_decode:
+                if client.is_guided and client.ahead:
+                    waiting = True
+                    continue
                 drafts = min(client.proposed, client.left_ahead - 1)
                 if self.grow(client, client.start + drafts + 1):
                     decode.append(client)
@@ -438,6 +453,8 @@ class Simulation:
                 if wanted and self.grow(client, client.start + wanted):
                     chunks[client] = wanted
                     left -= wanted
+        if waiting and not chunks and all(client.is_guided for client in decode):
+            decode = []
         return decode, chunks
 
     def grow(self, client: Client, end: int) -> bool:
@@ -577,6 +594,8 @@ class Simulation:
                 fits = self.block_fits(client.prefill_len)
                 drafts = client.most_drafts(self.choice) > 0
                 assert row.propose == (drafts and fits and client.left - 1 >= 2)
+            guided = row.last and client.is_guided
+            assert row.masks == (tuple(masks_behind(client.seen)) if guided else ())
         assert found == expected
 
     def check_decode(self, plan: StepPlan, expected: list[Client]) -> None:
@@ -588,7 +607,14 @@ class Simulation:
             assert row.position == client.start
             # Speculation is never off where a draft could still be emitted.
             most = client.most_drafts(self.choice)
-            assert row.num_drafts == min(most, client.proposed, client.left_ahead - 1)
+            drafts = self.device.slots[row.slot].drafts
+            drafts = drafts[: min(most, client.proposed, client.left_ahead - 1)]
+            if client.is_guided:
+                drafts = tuple(allowed(drafts))
+                assert row.masks == tuple(masks_behind(client.seen, drafts))
+            else:
+                assert row.masks == ()
+            assert row.num_drafts == len(drafts)
             # Nor are drafts not made which a next step may verify, whatever is rejected till then.
             most_left = client.left - row.prev_in_flight - 1
             fits = self.block_fits(row.position + row.num_drafts + 1)
@@ -604,6 +630,7 @@ class Simulation:
         widths = self.config.buckets.verify_widths
         assert bucket.verify_width == min(w for w in widths if w >= width)
         assert bucket.num_drafts == (self.choice if emitting_rows(plan) else 0)
+        assert bucket.guided == any(self.holder(r.slot).is_guided for r in emitting_rows(plan))
         assert len(plan.prefill) <= bucket.prefill_rows
         assert len(emitting_rows(plan)) <= bucket.emitting_rows <= self.config.max_num_seqs
         grids = bucket.decode_rows * bucket.verify_width
@@ -670,7 +697,8 @@ class Simulation:
         assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (self.queries, self.hits)
         # A stop that is read late costs one row at most, a limit is known before.
         for client in self.clients:
-            assert client.aborted or client.wasted_rows <= (client.reason == "stop")
+            late = client.reason == "stop" and not client.is_guided
+            assert client.aborted or client.wasted_rows <= late
         scheduler.pool.check()
         assert scheduler.pool.num_free == self.num_free
         injects = self.config.drafter is not None and self.config.enable_prefix_caching

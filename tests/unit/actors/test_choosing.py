@@ -6,11 +6,12 @@ import pytest
 
 from actors.choosing import asked, bucket_for, slot_sampling
 from actors.config import EngineConfig
-from actors.messages import Bucket, SamplingParams, StepPlan, TokenLogprobs
+from actors.messages import Bucket, SamplingParams, StepOutput, StepPlan, TokenLogprobs
 from actors.request import Request
 from actors.scheduler import Scheduler
 from actors.seeds import choice_seed
-from tests.unit.actors.builders import EOS, engine_config, generate_request
+from tests.unit.actors.builders import EOS, GUIDE, engine_config, generate_request
+from tests.unit.actors.fake_grammar import FakeGrammars
 
 SHAPING: list[dict[str, Any]] = [
     {"presence_penalty": -0.1},
@@ -24,7 +25,7 @@ SHAPING: list[dict[str, Any]] = [
 
 def planned(config: EngineConfig, *samplings: dict[str, Any], prompt: int = 5) -> StepPlan:
     """The first step of requests that are sampled so."""
-    scheduler = Scheduler(config)
+    scheduler = Scheduler(config, grammars=FakeGrammars())
     for i, fields in enumerate(samplings):
         request = generate_request(f"r{i}", prompt)
         scheduler.add(replace(request, sampling=SamplingParams(max_tokens=4, **fields)))
@@ -41,6 +42,7 @@ def test_a_greedy_step_asks_for_nothing_more(fields: dict[str, Any]) -> None:
     bucket = bucket_of(planned(engine_config(), fields, {}))
     assert bucket.choosing == "greedy"
     assert bucket.num_logprobs == bucket.num_prompt_logprobs == -1
+    assert not bucket.guided
 
 
 def test_a_step_chooses_as_the_most_demanding_of_its_requests() -> None:
@@ -67,6 +69,20 @@ def test_a_step_scores_as_many_alternatives_as_any_request_wants() -> None:
     assert bucket_of(plan).num_logprobs == 5
     assert bucket_of(plan).num_prompt_logprobs == 0
     assert bucket_of(plan).choosing == "greedy"
+
+
+def test_a_step_that_emits_for_a_guided_request_is_guided() -> None:
+    config = engine_config(max_num_batched_tokens=16)
+    assert bucket_of(planned(config, {}, {"guide": GUIDE})).guided
+    assert bucket_of(planned(config, {"guide": GUIDE})).choosing == "greedy"
+    assert not bucket_of(planned(config, {"guide": GUIDE}, prompt=30)).guided
+    scheduler = Scheduler(config, grammars=FakeGrammars())
+    scheduler.add(generate_request(max_tokens=20, guide=GUIDE))
+    prefill = scheduler.schedule()
+    scheduler.update(StepOutput(step=prefill.step, sampled=((9,),), num_drafts=(0,)), seconds=0.01)
+    decode = scheduler.schedule()
+    assert decode.decode
+    assert bucket_of(decode).guided
 
 
 def test_each_request_gets_the_alternatives_it_asked_for() -> None:

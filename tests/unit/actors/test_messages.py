@@ -29,6 +29,7 @@ counts = st.integers(0, 2**31 - 1)
 seeds = st.integers(-(2**63), 2**63 - 1)
 numbers = st.floats(allow_nan=False)
 token_ids = st.lists(counts, max_size=6).map(tuple)
+masks = st.lists(st.binary(max_size=8), max_size=3).map(tuple)
 buckets = st.builds(
     Bucket,
     decode_rows=counts,
@@ -42,6 +43,7 @@ buckets = st.builds(
     choosing=st.sampled_from(["greedy", "sampled", "shaped"]),
     num_logprobs=st.integers(-1, 20),
     num_prompt_logprobs=st.integers(-1, 20),
+    guided=st.booleans(),
 )
 decode_rows = st.builds(
     DecodeRow,
@@ -50,6 +52,7 @@ decode_rows = st.builds(
     num_drafts=counts,
     propose=st.booleans(),
     prev_in_flight=st.booleans(),
+    masks=masks,
 )
 prefill_rows = st.builds(
     PrefillRow,
@@ -60,6 +63,7 @@ prefill_rows = st.builds(
     last=st.booleans(),
     propose=st.booleans(),
     next_token_id=st.integers(-1, 2**31 - 1),
+    masks=masks,
 )
 samplings = st.builds(
     SlotSampling,
@@ -101,6 +105,7 @@ outputs = st.builds(
     num_drafts=token_ids,
     logprobs=logprobs,
     prompt_logprobs=logprobs,
+    drafts=st.lists(token_ids, max_size=4).map(tuple),
     late_compiles=counts,
 )
 

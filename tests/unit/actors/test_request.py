@@ -3,6 +3,7 @@ import pytest
 from actors.messages import FinishReason
 from actors.request import Request
 from tests.unit.actors.builders import generate_request
+from tests.unit.actors.fake_grammar import FakeGrammar
 
 K = 9
 STOP = 50
@@ -87,3 +88,12 @@ def test_what_is_ahead_counts_as_emitted_in_full(num_drafts: int) -> None:
     r.num_ahead = num_drafts + 1
     assert r.next_position == PROMPT_LEN + num_drafts + 1
     assert (r.num_left, r.num_left_ahead) == (19, 19 - num_drafts - 1)
+
+
+def test_only_a_guided_request_waits_for_what_is_ahead() -> None:
+    free, guided = request(max_tokens=20), request(max_tokens=20)
+    guided.grammar = FakeGrammar()
+    for num_ahead in (0, 1, 4):
+        free.num_ahead = guided.num_ahead = num_ahead
+        assert not free.must_wait
+        assert guided.must_wait == (num_ahead > 0)

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from actors.config import EngineConfig
 from actors.messages import GenerateRequest, StepOutput, StepPlan, TokenChunk
 from actors.scheduler import Scheduler
-from tests.unit.actors.builders import EOS, VOCAB, engine_config, generate_request
+from tests.unit.actors.builders import EOS, GUIDE, VOCAB, engine_config, generate_request
+from tests.unit.actors.fake_grammar import FakeGrammars, masks_behind
 from tests.unit.actors.simulation import Simulation
 
 STOP = 2
+# None of the requests is guided, or some, or all.
+GUIDES = [[None], [None, GUIDE], [GUIDE]]
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
         if num_drafts
         else None,
     )
+    guides = draw(st.sampled_from(GUIDES))
     kinds = draw(
         st.lists(st.sampled_from(["arrive", "abort", "submit", "submit", "read"]), max_size=60)
     )
@@ -85,6 +90,7 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
                 ignore_eos=draw(st.booleans()),
                 prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
                 presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.0])),
+                guide=draw(st.sampled_from(guides)),
                 priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
                 cache_salt=draw(st.sampled_from(["", "", "", "salt"])),
                 max_draft_tokens=draw(
@@ -121,6 +127,7 @@ def crowds(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
         drafter_positions=draw(st.sampled_from([4096, 4096, max_model_len // 2 + 1])),
     )
+    guides = draw(st.sampled_from(GUIDES))
     operations: list[Operation] = []
     for index in range(draw(st.integers(2, 8))):
         length = draw(st.integers(1, max_model_len // 2))
@@ -131,6 +138,7 @@ def crowds(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
             seed=index,
             ignore_eos=draw(st.booleans()),
             presence_penalty=draw(st.sampled_from([0.0, 1.0])),
+            guide=draw(st.sampled_from(guides)),
             priority=draw(st.sampled_from([0, 0, 1, -1])),
             max_draft_tokens=draw(st.sampled_from([None, None, 0])),
         )
@@ -552,3 +560,114 @@ def test_check_idle_finds_what_is_unread() -> None:
     scheduler.abort("a")
     with pytest.raises(AssertionError):
         scheduler.check_idle()
+
+
+# --------------------------------------------------------------------------------------- guided
+
+
+def guided_scheduler(**changes: Any) -> tuple[Scheduler, FakeGrammars]:
+    grammars = FakeGrammars()
+    return Scheduler(engine_config(**changes), grammars=grammars), grammars
+
+
+def slots_of(plan: StepPlan) -> list[int]:
+    return [row.slot for row in plan.decode]
+
+
+def test_guided_rows_wait_for_their_output_while_the_others_run_ahead() -> None:
+    scheduler, _ = guided_scheduler(num_drafts=0)
+    for name, guide in (("guided", GUIDE), ("plain", None), ("also guided", GUIDE)):
+        scheduler.add(generate_request(name, max_tokens=20, guide=guide))
+    last, found = scheduler.schedule(), []
+    for _ in range(4):
+        plan = scheduler.schedule()
+        found.append([(row.slot, row.prev_in_flight) for row in plan.decode])
+        read(scheduler, last, *((10,) for _ in last.emitting))
+        last = plan
+    assert found == [[(1, True)], [(0, False), (1, True), (2, False)]] * 2
+
+
+def test_guided_rows_go_together_where_there_are_no_others() -> None:
+    scheduler, _ = guided_scheduler(num_drafts=0)
+    scheduler.add(generate_request("a", max_tokens=20, guide=GUIDE))
+    advance(scheduler, (10,))
+    decode = scheduler.schedule()
+    scheduler.add(generate_request("b", max_tokens=20, guide=GUIDE))
+    prefill = scheduler.schedule()
+    assert (slots_of(decode), slots_of(prefill), len(prefill.prefill)) == ([0], [], 1)
+    read(scheduler, decode, (10,))
+    # One could go on, but the other's output is unread.
+    assert scheduler.schedule() == StepPlan(step=prefill.step)
+    read(scheduler, prefill, (10,))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert slots_of(plan) == [0, 1]
+        assert scheduler.schedule() == StepPlan(step=plan.step)
+        read(scheduler, plan, (10,), (10,))
+
+
+def test_the_chunks_of_a_guided_prompt_run_ahead() -> None:
+    scheduler, _ = guided_scheduler(num_drafts=0, max_num_batched_tokens=16)
+    scheduler.add(generate_request("a", 40, max_tokens=20, guide=GUIDE))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    read(scheduler, first)
+    third = scheduler.schedule()
+    read(scheduler, second)
+    assert scheduler.schedule().bucket is None, "the first token is unread"
+    read(scheduler, third, (10,))
+    assert slots_of(scheduler.schedule()) == [0]
+    guided = [plan.bucket is not None and plan.bucket.guided for plan in (first, second, third)]
+    assert guided == [False, False, True]
+
+
+def test_a_grammar_gets_what_was_kept() -> None:
+    scheduler, grammars = guided_scheduler(num_drafts=3)
+    for name, max_tokens in (("limit", 3), ("stop", 20), ("abort", 20)):
+        scheduler.add(generate_request(name, max_tokens=max_tokens, guide=GUIDE))
+    drafts = (10, 11, 12)
+    prefill = scheduler.schedule()
+    scheduler.update(replace(answer(prefill, [(9,)] * 3), drafts=(drafts,) * 3), seconds=0.01)
+    plan = scheduler.schedule()
+    assert [row.num_drafts for row in plan.decode] == [1, 3, 3]
+    scheduler.abort("abort")
+    read(scheduler, plan, (10, 13), (10, EOS, 12, 13), (10, 11))
+    assert [state.committed for state in grammars.started] == [(9, 10, 13), (9, 10, EOS), (9,)]
+    scheduler.check_idle()
+
+
+@pytest.mark.parametrize("is_stop", [False, True])
+@pytest.mark.parametrize("failure", ["", "it is too large"])
+def test_a_grammar_that_fails_ends_its_request_for_length(
+    failure: str, is_stop: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, grammars = guided_scheduler()
+    scheduler.add(generate_request("a", max_tokens=2, guide=GUIDE))
+    scheduler.add(generate_request("b", max_tokens=2, guide=GUIDE))
+    advance(scheduler, (10,), (10,))
+    grammars.started[0].failure = failure
+    ends = advance(scheduler, *[(EOS if is_stop else 10,)] * 2)
+    expected = "stop" if is_stop else "length"
+    assert [chunk.finish_reason for chunk in ends] == ["length" if failure else expected, expected]
+    assert scheduler.stats.requests == Counter(chunk.finish_reason for chunk in ends)
+    assert [record.getMessage() for record in caplog.records] == (
+        [f"request a: {failure}"] if failure and is_stop else []
+    )
+
+
+def test_a_preempted_request_keeps_its_grammars_state() -> None:
+    scheduler, grammars = guided_scheduler(
+        num_drafts=0, max_model_len=16, block_size=4, num_kv_pages=5, enable_prefix_caching=False
+    )
+    for name in ("a", "b"):
+        scheduler.add(generate_request(name, 7, max_tokens=6, guide=GUIDE))
+    advance(scheduler, (10,), (20,))
+    advance(scheduler, (11,), (21,))
+    tokens = iter(range(12, 16))
+    while scheduler.stats.requests.total() == 0:
+        plan = scheduler.schedule()
+        assert slots_of(plan) == [0]
+        read(scheduler, plan, (next(tokens),))
+    assert scheduler.stats.preemptions == 1
+    (row,) = scheduler.schedule().prefill
+    assert (row.token_ids[-2:], row.masks) == ((20, 21), tuple(masks_behind((20, 21))))
+    assert len(grammars.started) == 2

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import torch
 from hypothesis import given
@@ -10,7 +11,8 @@ from models.slot_sampling import SamplingState
 from models.state import SlotState
 
 SCRATCH = 9
-VOCAB = 64
+VOCAB = 70
+NUM_WORDS = 3
 small = st.integers(0, 8)
 floats = st.floats(-100, 100, width=32)
 ids = st.integers(0, 200_000)
@@ -29,6 +31,11 @@ samplings = st.builds(
     bad_words=st.lists(st.lists(ids, min_size=1, max_size=4).map(tuple), max_size=2).map(tuple),
     prompt_len=st.integers(1, 10_000),
 )
+
+
+def masks_of(most: int) -> st.SearchStrategy[tuple[bytes, ...]]:
+    size = 4 * NUM_WORDS
+    return st.lists(st.binary(min_size=size, max_size=size), max_size=most).map(tuple)
 
 
 @st.composite
@@ -66,6 +73,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
     decode_size = len(decode) + draw(st.integers(0, 2))
     prefill_size = len(prefill) + draw(st.integers(0, 2))
     verify_width = draw(st.integers(1, 10))
+    if draw(st.booleans()):
+        decode = [replace(row, masks=draw(masks_of(verify_width))) for row in decode]
+        prefill = [replace(row, masks=draw(masks_of(int(row.last)))) for row in prefill]
     bucket = Bucket(
         decode_rows=decode_size,
         verify_width=verify_width,
@@ -78,6 +88,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         choosing=draw(st.sampled_from(["greedy", "sampled", "shaped"])),
         num_logprobs=draw(st.integers(-1, 20)),
         num_prompt_logprobs=draw(st.integers(-1, 20)),
+        guided=any(row.masks for row in (*decode, *prefill)),
     )
     return StepPlan(step=1, bucket=bucket, decode=tuple(decode), prefill=tuple(prefill))
 
@@ -165,6 +176,34 @@ def test_prefill_rows_then_padding(plan: StepPlan) -> None:
             expected = (SCRATCH, 0, 0, -1, False)
         assert found == expected
         assert inputs.prefill_tokens[i].tolist() == tokens
+
+
+@given(plans())
+def test_masks_stand_where_their_rows_decide(plan: StepPlan) -> None:
+    """Behind each row of the decode grid, then, with prefill, one for each emitting row."""
+    bucket = plan.bucket
+    assert bucket is not None
+    inputs = step_inputs(plan, SCRATCH, VOCAB)
+    if not bucket.guided:
+        assert inputs.masks is inputs.masked is None
+        return
+    expected: list[bytes | None] = []
+    for i in range(bucket.decode_rows):
+        for j in range(bucket.verify_width):
+            masks = plan.decode[i].masks if i < len(plan.decode) else ()
+            expected.append(masks[j] if j < len(masks) else None)
+    if bucket.prefill_rows:
+        ends = [row.masks for row in plan.prefill if row.last]
+        behind = [None] * len(plan.decode) + [masks[0] if masks else None for masks in ends]
+        expected += behind + [None] * (bucket.emitting_rows - len(behind))
+    assert inputs.masks is not None
+    assert inputs.masked is not None
+    assert (inputs.masks.dtype, inputs.masked.dtype) == (torch.int32, torch.bool)
+    assert inputs.masks.shape == (len(expected), NUM_WORDS)
+    assert inputs.masked.tolist() == [mask is not None for mask in expected]
+    for words, mask in zip(inputs.masks.tolist(), expected, strict=True):
+        for token in range(VOCAB if mask is not None else 0):
+            assert words[token // 32] >> token % 32 & 1 == mask[token // 8] >> token % 8 & 1
 
 
 @given(plans())

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from actors.config import EngineConfig
+from actors.engine import Engine
+from actors.messages import GenerateRequest, TokenChunk
 from actors.shard import Shard
 from models.parallel import TensorParallel
 
@@ -77,6 +79,25 @@ class ProcessShards:
 
     def close(self) -> None:
         self._processes.run(self._size, _close)
+
+
+def generate_on(
+    processes: RankProcesses, config: EngineConfig, messages: Sequence[GenerateRequest]
+) -> list[list[TokenChunk]]:
+    """The chunks of each request of an engine whose ranks run there."""
+    shards = ProcessShards(processes, config)
+    chunks: list[TokenChunk] = []
+    try:
+        engine = Engine(config, shards, chunks.extend)
+        engine.add_all(messages)
+        while engine.step():
+            pass
+    finally:
+        shards.close()
+    return [
+        [chunk for chunk in chunks if chunk.request_id == message.request_id]
+        for message in messages
+    ]
 
 
 def free_address() -> str:

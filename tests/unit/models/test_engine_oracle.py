@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from actors.config import EngineConfig
-from actors.engine import Engine
 from actors.llm import LLM, RequestOutput
-from actors.messages import GenerateRequest, SamplingParams, TokenChunk
+from actors.messages import GenerateRequest, SamplingParams
 from actors.trace import DEVICE
 from actors.trace import Trace as StepTrace
 from models.rows import StepInputs
@@ -18,7 +17,7 @@ from models.steps import ModelRank, StepResult
 from tests.oracle.dflash_reference import Trace, generate, load_drafter
 from tests.tiny import Kind, load_target, make_pair, train_pair
 from tests.unit.models.conftest import PROMPT, Pair, PairMaker
-from tests.unit.models.processes import ProcessShards, RankProcesses
+from tests.unit.models.processes import RankProcesses, generate_on
 
 PROMPTS = [PROMPT, PROMPT[::-1], [7], list(range(100, 137)), [250, 41] * 9]
 ENGINE: dict[str, Any] = {
@@ -262,28 +261,17 @@ def test_processes_of_every_size_generate_the_same(
     traces = traces_of(pair, 16)[:3]
     assert max(trace.mean_acceptance_length for trace in traces) > 1.5
 
+    messages = [
+        GenerateRequest(
+            request_id=str(i),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=16, ignore_eos=True),
+        )
+        for i, prompt in enumerate(PROMPTS[:3])
+    ]
     for size in (1, 2, 3, 4):
         config = EngineConfig.resolve(engine_args(pair, tensor_parallel_size=size))
-        shards = ProcessShards(rank_processes, config)
-        chunks: list[TokenChunk] = []
-        try:
-            engine = Engine(config, shards, chunks.extend)
-            engine.add_all(
-                [
-                    GenerateRequest(
-                        request_id=str(i),
-                        prompt_token_ids=tuple(prompt),
-                        sampling=SamplingParams(max_tokens=16, ignore_eos=True),
-                    )
-                    for i, prompt in enumerate(PROMPTS[:3])
-                ]
-            )
-            while engine.step():
-                pass
-        finally:
-            shards.close()
-        for i, trace in enumerate(traces):
-            mine = [chunk for chunk in chunks if chunk.request_id == str(i)]
+        for mine, trace in zip(generate_on(rank_processes, config, messages), traces, strict=True):
             assert [token for chunk in mine for token in chunk.token_ids] == trace.token_ids
             speculation = mine[-1].speculation
             assert speculation is not None

@@ -1,7 +1,7 @@
 """Every sampling parameter in the whole engine, against plain generation in Python."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.config import EngineConfig
-from actors.engine import Engine
 from actors.llm import LLM, RequestOutput
-from actors.messages import GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from actors.messages import GenerateRequest, SamplingParams, TokenLogprobs
 from actors.seeds import choice_seed
-from models.steps import ModelRank
 from tests.oracle.plain_sampling import all_logits, sample_plainly
 from tests.tiny import load_target, make_pair, train_pair
-from tests.unit.models.conftest import PROMPT, Pair, PairMaker
-from tests.unit.models.processes import ProcessShards, RankProcesses
+from tests.unit.models.conftest import PROMPT, Foresight, Pair, PairMaker
+from tests.unit.models.processes import RankProcesses, generate_on
 from tests.unit.models.test_engine_oracle import engine_args, random_row
 
 NUM_DRAFTS = 4
@@ -182,33 +180,16 @@ def test_no_schedule_changes_a_token(
     assert_expected(outputs, everything)
 
 
-@pytest.fixture
-def foresight(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case, float, random.Random], None]:
-    """Makes drafts of a single request right, or each wrong with some probability."""
-
-    def foresee(case: Case, wrong: float, rng: random.Random) -> None:
-        def propose(rank: ModelRank, _drafter: Any, _inputs: Any, emitted: Any, _: Any) -> None:
-            lengths = emitted.context_lens.tolist()
-            for slot, length in zip(emitted.slots.tolist(), lengths, strict=True):
-                known = case.expected[length - len(case.prompt) + 1 :][:NUM_DRAFTS]
-                drafts = [rng.randrange(300) if rng.random() < wrong else t for t in known]
-                rank.state.drafts[slot, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
-
-        monkeypatch.setattr(ModelRank, "_propose", propose)
-
-    return foresee
-
-
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
 def test_every_token_of_a_block_is_chosen_behind_those_before_it(
     trained: PairMaker,
     cases: dict[str, list[Case]],
-    foresight: Callable[[Case, float, random.Random], None],
+    foresight: Foresight,
     wrong: float,
 ) -> None:
     with LLM(**engine_args(trained("qwen3"), async_scheduling=False)) as llm:
         for case in all_of(cases):
-            foresight(case, wrong, random.Random(1))
+            foresight(case.prompt, case.expected, wrong)
             (output,) = llm.generate([case.prompt], case.sampling)
             assert list(output.token_ids) == case.expected, case.sampling
             if not wrong:
@@ -292,11 +273,11 @@ def test_log_probabilities_are_those_of_the_raw_logits(
 def test_log_probabilities_end_with_the_tokens(
     trained: PairMaker,
     cases: dict[str, list[Case]],
-    foresight: Callable[[Case, float, random.Random], None],
+    foresight: Foresight,
 ) -> None:
     """A stop token inside an accepted run, at whatever place of the block."""
     (case, *_) = cases["bad_words"]
-    foresight(case, 0.0, random.Random(0))
+    foresight(case.prompt, case.expected)
     with LLM(**engine_args(trained("qwen3"))) as llm:
         for index, token in enumerate(case.expected):
             sampling = replace(case.sampling, stop_token_ids=(token,), logprobs=1)
@@ -341,27 +322,15 @@ def test_ranks_choose_and_score_as_one(rank_processes: RankProcesses, odd_pair: 
     expected = [
         sample_plainly(target, PROMPT, sampling, sampling.stop_token_ids) for sampling in wanted
     ]
+    messages = [
+        GenerateRequest(request_id=str(i), prompt_token_ids=tuple(PROMPT), sampling=sampling)
+        for i, sampling in enumerate(wanted)
+    ]
     for size in (1, 2, 3):
         config = EngineConfig.resolve(engine_args(odd_pair, tensor_parallel_size=size))
-        shards = ProcessShards(rank_processes, config)
-        chunks: list[TokenChunk] = []
-        try:
-            engine = Engine(config, shards, chunks.extend)
-            engine.add_all(
-                [
-                    GenerateRequest(
-                        request_id=str(i), prompt_token_ids=tuple(PROMPT), sampling=sampling
-                    )
-                    for i, sampling in enumerate(wanted)
-                ]
-            )
-            while engine.step():
-                pass
-        finally:
-            shards.close()
-        for i, tokens in enumerate(expected):
-            mine = [chunk for chunk in chunks if chunk.request_id == str(i)]
-            assert [token for chunk in mine for token in chunk.token_ids] == tokens, wanted[i]
+        found = generate_on(rank_processes, config, messages)
+        for mine, tokens, sampling in zip(found, expected, wanted, strict=True):
+            assert [token for chunk in mine for token in chunk.token_ids] == tokens, sampling
             logits = all_logits(target, [*PROMPT, *tokens])
             scores = [*mine[0].prompt_logprobs[1:], *(s for chunk in mine for s in chunk.logprobs)]
             texts = [*PROMPT[1:], *tokens]
