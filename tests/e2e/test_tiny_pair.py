@@ -249,7 +249,7 @@ def test_a_request_bounds_its_drafts(
         assert (stats["draft_tokens"] > 0) == (stats["accepted_tokens"] > 0) == (most > 0)
         assert stats["accepted_tokens"] == verified - steps
         assert stats["mean_acceptance_length"] == pytest.approx(verified / steps)
-        assert steps > len(traces[0].steps)
+        assert steps >= len(traces[0].steps)
 
 
 def test_a_lower_priority_goes_first(server: Server) -> None:
@@ -268,7 +268,7 @@ def test_a_lower_priority_goes_first(server: Server) -> None:
         ended.append(priority)
 
     with ThreadPoolExecutor(5) as pool:
-        tasks = [pool.submit(hold, max_tokens) for max_tokens in (600, 900, 901)]
+        tasks = [pool.submit(hold, max_tokens) for max_tokens in (400, 700, 701)]
         for _ in tasks:
             assert begun.acquire(timeout=client.TIMEOUT_S)
         tasks += [pool.submit(ask, priority) for priority in (1, -1)]
