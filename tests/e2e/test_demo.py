@@ -73,6 +73,8 @@ def test_metrics_equal_what_clients_counted(server: Server) -> None:
         assert stats["mean_acceptance_length"] == expected
         assert stats["draft_tokens"] <= K * stats["verify_steps"]
         counted["prompt_tokens"] += usage["prompt_tokens"]
+        counted["prefix_cache_queries"] += usage["prompt_tokens"]
+        counted["prefix_cache_hits"] += usage["prompt_tokens_details"]["cached_tokens"]
         counted["output_tokens"] += usage["completion_tokens"]
         for name in ("verify_steps", "draft_tokens", "accepted_tokens"):
             counted[name] += stats[name]

@@ -183,6 +183,11 @@ def test_no_schedule_changes_a_token(
     assert_expected(outputs, everything)
 
 
+def known(case: Case) -> dict[int, list[int]]:
+    """What `foresee` has to know of a case."""
+    return {case.sampling.seed: [*case.prompt, *case.expected]}
+
+
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
 def test_every_token_of_a_block_is_chosen_behind_those_before_it(
     trained: PairMaker,
@@ -192,9 +197,8 @@ def test_every_token_of_a_block_is_chosen_behind_those_before_it(
 ) -> None:
     with LLM(**engine_args(trained("qwen3"), async_scheduling=False)) as llm:
         for case in all_of(cases):
-            known = [*case.prompt, *case.expected]
             with monkeypatch.context() as patch:
-                foresee(patch, {case.sampling.seed: known}, wrong)
+                foresee(patch, known(case), wrong)
                 (output,) = llm.generate([case.prompt], case.sampling)
             assert list(output.token_ids) == case.expected, case.sampling
             if not wrong:
@@ -282,7 +286,7 @@ def test_log_probabilities_end_with_the_tokens(
 ) -> None:
     """A stop token inside an accepted run, at whatever place of the block."""
     (case, *_) = cases["bad_words"]
-    foresee(monkeypatch, {case.sampling.seed: [*case.prompt, *case.expected]})
+    foresee(monkeypatch, known(case))
     with LLM(**engine_args(trained("qwen3"))) as llm:
         for index, token in enumerate(case.expected):
             sampling = replace(case.sampling, stop_token_ids=(token,), logprobs=1)
