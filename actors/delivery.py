@@ -56,11 +56,17 @@ class Delivery:
 
 def joined(first: TokenChunk, then: TokenChunk) -> TokenChunk:
     """Two chunks of one request, one right behind the other, as one."""
-    assert then.first_index == first.first_index + len(first.token_ids)
+    num_first = len(first.token_ids)
+    assert then.first_index == first.first_index + num_first
     return replace(
         first,
         token_ids=first.token_ids + then.token_ids,
         finish_reason=then.finish_reason,
         speculation=then.speculation,
+        earlier=(
+            *first.earlier,
+            (num_first, first.speculation),
+            *((num_first + end, speculation) for end, speculation in then.earlier),
+        ),
         logprobs=first.logprobs + then.logprobs,
     )

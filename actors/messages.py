@@ -115,11 +115,13 @@ class SpeculationStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenChunk:
-    """The tokens one step gave one request.
+    """The tokens that one step, or several, gave one request.
 
     `first_index` is the index of `token_ids[0]` in the request's output: a receiver that already
     has it (after a replay) drops the overlap, so delivery is exactly once. A token that ended the
-    request is the last of `token_ids`. `speculation` covers the request up to this chunk.
+    request is the last of `token_ids`. `speculation` covers the request up to this chunk; `earlier`
+    says, for every step of this chunk but the last, how many of `token_ids` there were behind it
+    and what `speculation` was.
     `logprobs` has one entry per token where the request asks for them. The first chunk brings
     `prompt_logprobs`, None for the first token of the prompt, and `cached_tokens`, how many tokens
     of the prompt came from the prefix cache.
@@ -130,9 +132,16 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     speculation: SpeculationStats = SpeculationStats()
+    earlier: tuple[tuple[int, SpeculationStats], ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     cached_tokens: int = 0
+
+    def speculation_at(self, num_tokens: int) -> SpeculationStats:
+        """What `speculation` had been, had the output ended with so many of `token_ids`."""
+        steps = (*self.earlier, (len(self.token_ids), self.speculation))
+        end, speculation = next(step for step in steps if step[0] >= num_tokens)
+        return speculation.without(end - num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,12 +48,10 @@ class Output:
         # The token that ended the request is counted, but is no part of the text.
         visible = fresh[:-1] if chunk.finish_reason == "stop" else fresh
         text, stopped_by = self._read(visible, len(fresh), last=chunk.finish_reason is not None)
-        reason = chunk.finish_reason
-        speculation = chunk.speculation if self._speculative else None
+        reason, end = chunk.finish_reason, len(chunk.token_ids)
         if stopped_by is not None:
-            reason = "stop"
             # The engine can't know of it, so its counters are cut here with the tokens.
-            speculation = speculation and speculation.without(len(fresh) - stopped_by)
+            reason, end = "stop", known + stopped_by
             fresh, logprobs = fresh[:stopped_by], logprobs[:stopped_by]
         self._num_tokens += len(fresh)
         finish = None
@@ -62,7 +60,7 @@ class Output:
                 prompt_tokens=len(self._request.prompt_token_ids),
                 completion_tokens=self._num_tokens,
                 cached_tokens=self._first_chunk.cached_tokens,
-                speculation=speculation,
+                speculation=chunk.speculation_at(end) if self._speculative else None,
             )
             finish = Finish(reason=reason, usage=usage)
         return Delta(

@@ -114,6 +114,7 @@ def _usage(usage: pb.Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "speculative": {
             "verify_steps": stats.verify_steps,
             "draft_tokens": stats.draft_tokens,

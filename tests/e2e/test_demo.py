@@ -1,5 +1,7 @@
 """`make serve` with the demo pair in float32, met by every kind of client."""
 
+import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,6 +10,7 @@ from typing import Any
 
 import grpc
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -70,6 +73,8 @@ def test_metrics_equal_what_clients_counted(server: Server) -> None:
         assert stats["mean_acceptance_length"] == expected
         assert stats["draft_tokens"] <= K * stats["verify_steps"]
         counted["prompt_tokens"] += usage["prompt_tokens"]
+        counted["prefix_cache_queries"] += usage["prompt_tokens"]
+        counted["prefix_cache_hits"] += usage["prompt_tokens_details"]["cached_tokens"]
         counted["output_tokens"] += usage["completion_tokens"]
         for name in ("verify_steps", "draft_tokens", "accepted_tokens"):
             counted[name] += stats[name]
@@ -143,6 +148,88 @@ def test_every_client_gets_the_reference_continuation(server: Server, name: str)
     assert CLIENTS[name](server) == CONTINUATION
 
 
+# ------------------------------------------------------------------------------------- guides
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "likes": {"type": "array", "items": {"enum": ["tea", "milk"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+ANNA = "Describe Anna, who is 31 and likes tea and milk, in JSON."
+CITY = 'Answer with a JSON object with the keys "city" and "country": where is the Eiffel Tower?'
+
+
+def guided_over_openai(server: Server, *, stream: bool, **fields: Any) -> Any:
+    """What OpenAI's own client gets, read as JSON; it has to come to its end."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        if not stream:
+            (choice,) = api.chat.completions.create(**fields).choices
+            text, reason = choice.message.content or "", choice.finish_reason
+        else:
+            chunks = list(api.chat.completions.create(**fields, stream=True))
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            reason = chunks[-1].choices[0].finish_reason
+    assert reason == "stop"
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_client_gets_json(server: Server, stream: bool) -> None:
+    for temperature in (0, 1):
+        sampling = {"temperature": temperature, "seed": 2, "response_format": BY_SCHEMA}
+        found = guided_over_openai(server, stream=stream, **body(ANNA, **sampling))
+        jsonschema.validate(found, SCHEMA)
+    free = body(CITY, response_format={"type": "json_object"})
+    assert isinstance(guided_over_openai(server, stream=stream, **free), dict)
+
+
+GUIDES: dict[str, tuple[dict[str, Any], pb.Guide, str]] = {
+    # over HTTP, over gRPC, what the text looks like
+    "regex": (
+        {"guided_regex": "[0-9]{3}-[0-9]{4}"},
+        pb.Guide(regex="[0-9]{3}-[0-9]{4}"),
+        "[0-9]{3}-[0-9]{4}",
+    ),
+    "choice": (
+        {"guided_choice": ["yes", "no", "not at all"]},
+        pb.Guide(choices=pb.Choices(choices=["yes", "no", "not at all"])),
+        "yes|no|not at all",
+    ),
+    "schema": (
+        {"structured_outputs": {"json": SCHEMA}},
+        pb.Guide(json_schema=json.dumps(SCHEMA)),
+        r"\{.*\}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_guide_holds_over_every_protocol_with_speculation_and_without(
+    server: Server, name: str
+) -> None:
+    fields, guide, pattern = GUIDES[name]
+    request = client.grpc_chat(ANNA, guide=guide)
+    answers = [
+        client.complete(server, "chat/completions", body(ANNA, **fields)),
+        client.stream(server, "chat/completions", body(ANNA, **fields)),
+        client.grpc_complete(server, request),
+        client.grpc_stream(server, request),
+        client.complete(
+            server, "chat/completions", body(ANNA, speculative={"enabled": False}, **fields)
+        ),
+    ]
+    assert re.fullmatch(pattern, answers[0].text)
+    assert {(answer.text, answer.finish_reason) for answer in answers} == {
+        (answers[0].text, "stop")
+    }
+
+
 # ------------------------------------------------------------------------------- concurrency
 
 
@@ -185,6 +272,19 @@ BAD: dict[str, tuple[str, Any, int, str | None]] = {
     "no messages": ("chat/completions", {"model": DEMO_TARGET, "messages": []}, 400, "messages"),
     "no prompt": ("completions", {"model": DEMO_TARGET}, 400, "prompt"),
     "temperature": ("chat/completions", body("Hi", temperature=2.5), 400, "temperature"),
+    "schema that is none": (
+        "chat/completions",
+        body(
+            "Hi",
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "nonsense"}},
+            },
+        ),
+        400,
+        "response_format",
+    ),
+    "regex that is none": ("chat/completions", body("Hi", guided_regex="("), 400, "guided_regex"),
     "unknown model": ("chat/completions", body("Hi") | {"model": "gpt-4"}, 404, "model"),
     "invalid JSON": ("chat/completions", b'{"model": ', 400, None),
     "not an object": ("chat/completions", [1, 2], 400, None),
@@ -228,6 +328,11 @@ def test_bad_input_over_http(server: Server, name: str, stream: bool) -> None:
         (client.grpc_chat("Hi", max_tokens=MAX_MODEL_LEN), grpc.StatusCode.INVALID_ARGUMENT),
         (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT),
         (pb.GenerateRequest(messages=pb.Messages()), grpc.StatusCode.INVALID_ARGUMENT),
+        (
+            client.grpc_chat("Hi", guide=pb.Guide(json_schema='{"type": "nonsense"}')),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (client.grpc_chat("Hi", guide=pb.Guide(regex="(")), grpc.StatusCode.INVALID_ARGUMENT),
         (client.grpc_chat("Hi", model="gpt-4"), grpc.StatusCode.NOT_FOUND),
     ],
 )
@@ -261,6 +366,28 @@ def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
         assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert_soon(lambda: server.metrics().get("requests", {}).get("abort"), 2)
     assert CLIENTS["http"](server) == CONTINUATION
+
+
+# Behind the count of aborts: the engine learns of a stop string's end by one.
+@pytest.mark.parametrize("stop", ["carbon dioxide", ". This process is", "Photo", "ecosystems."])
+def test_a_stop_string_ends_text_tokens_and_counters(server: Server, stop: str) -> None:
+    fields: dict[str, Any] = {"stop": [stop, "never"]}
+    request = client.grpc_chat(USER_MESSAGE, **fields)
+    answers = [
+        client.complete(server, "chat/completions", body(USER_MESSAGE, **fields)),
+        client.stream(server, "chat/completions", body(USER_MESSAGE, **fields)),
+        client.grpc_complete(server, request),
+        client.grpc_stream(server, request),
+    ]
+    assert len({answer.usage["completion_tokens"] for answer in answers}) == 1
+    assert answers[2].token_ids == answers[3].token_ids
+    assert len(answers[2].token_ids) == answers[2].usage["completion_tokens"]
+    for answer in answers:
+        assert answer.text == CONTINUATION[: CONTINUATION.index(stop)]
+        assert answer.finish_reason == "stop"
+        stats, verified = answer.usage["speculative"], answer.usage["completion_tokens"] - 1
+        assert stats["accepted_tokens"] == verified - stats["verify_steps"]
+        assert 0 <= stats["accepted_tokens"] <= stats["draft_tokens"] <= K * stats["verify_steps"]
 
 
 def test_health_and_models(server: Server) -> None:

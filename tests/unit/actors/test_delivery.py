@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 
 from actors.delivery import Delivery, joined
@@ -25,6 +26,11 @@ def chunk(
     )
 
 
+def told(chunks: Sequence[TokenChunk]) -> list[TokenChunk]:
+    """Without which steps they come from."""
+    return [replace(chunk, earlier=()) for chunk in chunks]
+
+
 def test_without_an_interval_every_chunk_passes_at_once() -> None:
     delivery = Delivery(0)
     for index in range(3):
@@ -40,7 +46,7 @@ def test_the_first_chunk_passes_and_the_next_ones_are_gathered() -> None:
         clock.now += 0.03
         assert delivery.push([chunk("a", index, 5 + index)]) == []
     clock.now += 0.03
-    assert delivery.push([chunk("a", 4, 9, 10)]) == [chunk("a", 1, 6, 7, 8, 9, 10)]
+    assert told(delivery.push([chunk("a", 4, 9, 10)])) == [chunk("a", 1, 6, 7, 8, 9, 10)]
     clock.now += 0.09
     assert delivery.push([chunk("a", 6, 11)]) == []
 
@@ -49,7 +55,8 @@ def test_the_last_chunk_does_not_wait() -> None:
     delivery = Delivery(0.1, Clock())
     delivery.push([chunk("a", 0, 5)])
     delivery.push([chunk("a", 1, 6)])
-    assert delivery.push([chunk("a", 2, 7, finish="stop")]) == [chunk("a", 1, 6, 7, finish="stop")]
+    last = delivery.push([chunk("a", 2, 7, finish="stop")])
+    assert told(last) == [chunk("a", 1, 6, 7, finish="stop")]
     assert not delivery._streams
 
 
@@ -86,11 +93,27 @@ def test_a_stream_that_was_cut_is_forgotten() -> None:
 
 def test_joined_chunks_are_one_that_ends_like_the_second() -> None:
     found = joined(chunk("a", 3, 5, 6), chunk("a", 5, 7, finish="length"))
-    assert found == chunk("a", 3, 5, 6, 7, finish="length")
+    assert told([found]) == [chunk("a", 3, 5, 6, 7, finish="length")]
+
+
+def test_a_joined_chunk_knows_what_speculation_had_done_at_each_token() -> None:
+    """Of three steps, the second of which emitted two tokens."""
+    of_steps = [
+        SpeculationStats(verify_steps=1, draft_tokens=4, emitted_tokens=1),
+        SpeculationStats(verify_steps=2, draft_tokens=8, accepted_tokens=1, emitted_tokens=3),
+        SpeculationStats(verify_steps=3, draft_tokens=9, accepted_tokens=1, emitted_tokens=4),
+    ]
+    inside = SpeculationStats(verify_steps=2, draft_tokens=8, emitted_tokens=2)
+    chunks = [chunk("a", 0, 5), chunk("a", 1, 6, 7), chunk("a", 3, 8)]
+    one, two, three = (
+        replace(each, speculation=stats) for each, stats in zip(chunks, of_steps, strict=True)
+    )
+    for found in (joined(joined(one, two), three), joined(one, joined(two, three))):
+        at = [found.speculation_at(num_tokens) for num_tokens in (1, 2, 3, 4)]
+        assert at == [of_steps[0], inside, *of_steps[1:]]
 
 
 def test_what_is_known_of_the_prompt_stays_with_the_first_chunk() -> None:
     first = replace(chunk("a", 0, 5), prompt_logprobs=(None,), cached_tokens=3)
-    assert joined(first, chunk("a", 1, 6)) == replace(
-        chunk("a", 0, 5, 6), prompt_logprobs=(None,), cached_tokens=3
-    )
+    found = joined(first, chunk("a", 1, 6))
+    assert (found.prompt_logprobs, found.cached_tokens) == ((None,), 3)

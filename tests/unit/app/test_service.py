@@ -1,13 +1,14 @@
 import asyncio
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
 
 from actors.config import EngineConfig
+from actors.delivery import joined
 from actors.errors import EngineDead, PromptTooLong, RequestRejected
-from actors.messages import SamplingParams, TokenChunk
+from actors.messages import SamplingParams, SpeculationStats, TokenChunk
 from app.generation import Chat, Delta, Generation, GenerationInput, Prompt
 from app.service import Engine, ModelNotFound, Service
 from app.tokenizer import Tokenizer
@@ -98,6 +99,40 @@ def test_a_stop_string_cuts_text_ids_and_usage_where_it_is_completed(
     assert engine.num_closed == 1
 
 
+@pytest.mark.parametrize("gathered", range(1, 8))
+def test_a_stop_string_cuts_the_counters_of_steps_that_came_together(
+    make: Any, tokenizer: Tokenizer, gathered: int
+) -> None:
+    """Chunks of so many steps, which emitted 1 to 5 tokens; a stop at every token."""
+    tokens, widths = tokenizer.encode("abcdefghijklmnopqrs"), [1, 2, 1, 5, 1, 1, 4, 3, 1]
+    steps, stats = [], SpeculationStats()
+    for width in widths:
+        first = steps[-1].first_index + len(steps[-1].token_ids) if steps else 0
+        if first:  # the first token is the prefill's
+            stats = SpeculationStats(
+                verify_steps=stats.verify_steps + 1,
+                draft_tokens=stats.draft_tokens + 4,
+                accepted_tokens=stats.accepted_tokens + width - 1,
+                emitted_tokens=stats.emitted_tokens + width,
+            )
+        run = tuple(tokens[first : first + width])
+        steps.append(
+            TokenChunk(request_id="r", first_index=first, token_ids=run, speculation=stats)
+        )
+    steps[-1] = replace(steps[-1], finish_reason="length")
+    chunks = [reduce(joined, steps[i : i + gathered]) for i in range(0, len(steps), gathered)]
+    for place, stop in enumerate("abcdefghijklmnopqrs"):
+        result = generate(make(replay(chunks)), wanted(stop=(stop,)))
+        assert result.token_ids == tuple(tokens[: place + 1])
+        num_steps = sum(step.first_index <= place for step in steps) - 1
+        assert result.finish.usage.speculation == SpeculationStats(
+            verify_steps=num_steps,
+            draft_tokens=4 * num_steps,
+            accepted_tokens=place - num_steps,
+            emitted_tokens=place,
+        )
+
+
 @pytest.mark.parametrize("width", [1, 2, 5])
 def test_text_that_only_looked_like_a_stop_string_comes_out(
     make: Any, tokenizer: Tokenizer, width: int
@@ -107,6 +142,18 @@ def test_text_that_only_looked_like_a_stop_string_comes_out(
     result = generate(make(engine), wanted(stop=("xyz",)))
     assert (result.text, result.finish.reason) == ("see xy", "length")
     assert result.finish.usage.speculation == STATS
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 16])
+def test_characters_stay_whole_beside_a_stop_string(
+    make: Any, tokenizer: Tokenizer, width: int
+) -> None:
+    """The stop strings begin as characters of the text do, in text and in bytes."""
+    text = "日本 👍🏽 👩‍👩‍👧‍👦 e\u0301 ไทย 🇯🇵!"
+    engine = Recital(tokenizer.encode(text), width=width, finish_reason="length")
+    got = deltas(make(engine), wanted(stop=("👩‍👩‍👦", "👎", "日中", "🇯🇲", "e\u0302")))
+    assert "".join(delta.text for delta in got) == text
+    assert not any("\ufffd" in delta.text for delta in got)
 
 
 def test_a_stop_string_on_the_very_last_token_keeps_the_counters(

@@ -1,29 +1,16 @@
 """Fixtures of the model tests: tiny checkpoints, made once, and processes to run ranks in."""
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
 import pytest
 import torch
 
-from models.steps import ModelRank
 from tests.tiny import Kind, make_pair, train_pair
 from tests.unit.models.processes import RankProcesses
 
 Pair = tuple[Path, Path]
 PairMaker = Callable[..., Pair]
-
-
-class Foresight(Protocol):
-    """`foresight(prompt, expected)` makes the drafts of a single request right, or each `wrong`
-    with some probability."""
-
-    def __call__(
-        self, prompt: Sequence[int], expected: Sequence[int], wrong: float = 0.0
-    ) -> None: ...
-
 
 PROMPT = [3, 14, 15, 92, 65, 35, 8, 97, 93, 23, 84]
 
@@ -64,25 +51,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> PairMaker:
         return made[kind]
 
     return make
-
-
-@pytest.fixture
-def foresight(monkeypatch: pytest.MonkeyPatch) -> Foresight:
-    def foresee(prompt: Sequence[int], expected: Sequence[int], wrong: float = 0.0) -> None:
-        rng = random.Random(1)
-
-        def propose(rank: ModelRank, _drafter: Any, inputs: Any, emitted: Any, _: Any) -> None:
-            lengths = emitted.context_lens.tolist()
-            for slot, length in zip(emitted.slots.tolist(), lengths, strict=True):
-                known = expected[length - len(prompt) + 1 :][: inputs.num_drafts]
-                drafts = [
-                    rng.randrange(rank.vocab_size) if rng.random() < wrong else t for t in known
-                ]
-                rank.state.drafts[slot, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
-
-        monkeypatch.setattr(ModelRank, "_propose", propose)
-
-    return foresee
 
 
 @pytest.fixture(scope="session")

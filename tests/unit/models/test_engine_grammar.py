@@ -19,7 +19,8 @@ from actors.messages import GenerateRequest, Guide, SamplingParams
 from tests.oracle.dflash_reference import train_drafter
 from tests.oracle.plain_sampling import sample_plainly
 from tests.tiny import load_target, make_pair
-from tests.unit.models.conftest import PROMPT, Foresight, Pair
+from tests.unit.models.conftest import PROMPT, Pair
+from tests.unit.models.foresight import foresee
 from tests.unit.models.processes import RankProcesses, generate_on
 from tests.unit.models.test_engine_oracle import engine_args, random_row
 from tests.unit.models.test_engine_sampling import Case, assert_expected
@@ -268,13 +269,14 @@ def test_right_drafts_are_accepted_whatever_the_grammar_cuts(
     pair: Pair,
     guided: list[GuidedCase],
     others: list[GuidedCase],
-    foresight: Foresight,
+    monkeypatch: pytest.MonkeyPatch,
     wrong: float,
 ) -> None:
     with LLM(**engine_args(pair)) as llm:
         for case in (*guided, *others):
-            foresight(case.prompt, case.expected, wrong)
-            (output,) = generate(llm, [case])
+            with monkeypatch.context() as patch:
+                foresee(patch, {case.sampling.seed: [*case.prompt, *case.expected]}, wrong)
+                (output,) = generate(llm, [case])
             if not wrong and case.reason == "stop":
                 steps = -(-(len(case.expected) - 1) // (NUM_DRAFTS + 1))
                 assert output.speculation.verify_steps == steps

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from actors.llm import LLM, RequestOutput
 from actors.messages import GenerateRequest, SamplingParams
 from actors.trace import DEVICE
 from actors.trace import Trace as StepTrace
+from models.dflash import DFlashDrafter
 from models.rows import StepInputs
 from models.steps import ModelRank, StepResult
 from tests.oracle.dflash_reference import Trace, generate, load_drafter
 from tests.tiny import Kind, load_target, make_pair, train_pair
 from tests.unit.models.conftest import PROMPT, Pair, PairMaker
+from tests.unit.models.foresight import foresee
 from tests.unit.models.processes import RankProcesses, generate_on
 
 PROMPTS = [PROMPT, PROMPT[::-1], [7], list(range(100, 137)), [250, 41] * 9]
@@ -140,19 +143,38 @@ def test_perfect_drafts_fill_every_block(
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     with LLM(**engine_args(pair, speculative_config=None)) as plain:
         expected = plain.generate([PROMPT], sampling)[0].token_ids
-
-    def foresee(rank: ModelRank, _drafter: Any, _inputs: Any, emitted: Any, _: Any) -> None:
-        lengths = emitted.context_lens.tolist()
-        for slot, length in zip(emitted.slots.tolist(), lengths, strict=True):
-            after_bonus = expected[length - len(PROMPT) + 1 :][:num_drafts]
-            rank.state.drafts[slot, : len(after_bonus)] = torch.tensor(after_bonus)
-
-    monkeypatch.setattr(ModelRank, "_propose", foresee)
+    foresee(monkeypatch, {sampling.seed: [*PROMPT, *expected]})
     with LLM(**engine_args(pair)) as llm:
         output = llm.generate([PROMPT], sampling)[0]
     assert output.token_ids == expected
     assert output.speculation.verify_steps == num_steps
     assert output.speculation.mean_acceptance_length == num_drafts + 1
+
+
+def test_a_drafter_that_fails_in_a_step_costs_speed_and_no_token(
+    trained: PairMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = DFlashDrafter.draft_logits
+
+    def failing(step: int) -> Callable[..., torch.Tensor]:
+        calls = count()
+
+        def draft_logits(drafter: DFlashDrafter, *args: Any) -> torch.Tensor:
+            logits = original(drafter, *args)
+            return torch.full_like(logits, torch.nan) if next(calls) == step else logits
+
+        return draft_logits
+
+    pair = trained("qwen3")
+    trace = traces_of(pair, 40)[0]
+    num_steps = []
+    with LLM(**engine_args(pair, **SYNC)) as llm:
+        for step in range(len(trace.steps)):
+            monkeypatch.setattr(DFlashDrafter, "draft_logits", failing(step))
+            (output,) = llm.generate([PROMPT], SamplingParams(max_tokens=40, ignore_eos=True))
+            assert list(output.token_ids) == trace.token_ids
+            num_steps.append(output.speculation.verify_steps)
+    assert max(num_steps) > len(trace.steps)
 
 
 def random_row(seed: int | None) -> Callable[[Sequence[str]], str | None] | None:

@@ -15,7 +15,8 @@ from actors.messages import GenerateRequest, SamplingParams, TokenLogprobs
 from actors.seeds import choice_seed
 from tests.oracle.plain_sampling import all_logits, sample_plainly
 from tests.tiny import load_target, make_pair, train_pair
-from tests.unit.models.conftest import PROMPT, Foresight, Pair, PairMaker
+from tests.unit.models.conftest import PROMPT, Pair, PairMaker
+from tests.unit.models.foresight import foresee
 from tests.unit.models.processes import RankProcesses, generate_on
 from tests.unit.models.test_engine_oracle import engine_args, random_row
 
@@ -30,6 +31,7 @@ MILD = GREEDY | {"temperature": 0.5}
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature": (GREEDY, {"temperature": 1.0}),
     "cold": (WARM, {"temperature": 0.1}),
+    "nearly greedy": (WARM, {"temperature": 1e-6}),
     "seed": (WARM, {"seed": -3}),
     "seed_high": (WARM, {"seed": 2**41 + 7}),
     "top_p": (WARM, {"top_p": 0.5}),
@@ -156,10 +158,10 @@ def assert_expected(outputs: Sequence[RequestOutput], cases: Sequence[Case]) -> 
         {"speculative_config": None},
         {"speculative_config": None, "async_scheduling": False},
         {"max_num_seqs": 1},
-        {"max_num_seqs": 6, "max_num_batched_tokens": 128},
+        {"max_num_seqs": 16, "max_num_batched_tokens": 128},
         {"max_num_batched_tokens": 16, "buckets": {"prefill_widths": [4]}},
     ],
-    ids=["async", "sync", "plain", "plain sync", "alone", "many, whole prompts", "small chunks"],
+    ids=["async", "sync", "plain", "plain sync", "alone", "sixteen, whole prompts", "small chunks"],
 )
 def test_tokens_are_those_of_plain_generation(
     trained: PairMaker, cases: dict[str, list[Case]], changes: dict[str, Any]
@@ -180,17 +182,23 @@ def test_no_schedule_changes_a_token(
     assert_expected(outputs, everything)
 
 
-@pytest.mark.parametrize("wrong", [0.0, 0.3])
+def known(case: Case) -> dict[int, list[int]]:
+    """What `foresee` has to know of a case."""
+    return {case.sampling.seed: [*case.prompt, *case.expected]}
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
 def test_every_token_of_a_block_is_chosen_behind_those_before_it(
     trained: PairMaker,
     cases: dict[str, list[Case]],
-    foresight: Foresight,
+    monkeypatch: pytest.MonkeyPatch,
     wrong: float,
 ) -> None:
     with LLM(**engine_args(trained("qwen3"), async_scheduling=False)) as llm:
         for case in all_of(cases):
-            foresight(case.prompt, case.expected, wrong)
-            (output,) = llm.generate([case.prompt], case.sampling)
+            with monkeypatch.context() as patch:
+                foresee(patch, known(case), wrong)
+                (output,) = llm.generate([case.prompt], case.sampling)
             assert list(output.token_ids) == case.expected, case.sampling
             if not wrong:
                 steps = -(-(len(case.expected) - 1) // (NUM_DRAFTS + 1))
@@ -213,12 +221,12 @@ def test_greedy_requests_are_what_they_are_among_themselves(
 
 def test_a_choice_has_a_seed_of_its_own(trained: PairMaker) -> None:
     sampling = SamplingParams(**WARM)
-    wanted = [replace(sampling, choice=i) for i in range(3)]
-    wanted += [replace(sampling, seed=choice_seed(sampling.seed, i)) for i in range(3)]
+    wanted = [replace(sampling, choice=i) for i in range(4)]
+    wanted += [replace(sampling, seed=choice_seed(sampling.seed, i)) for i in range(4)]
     with LLM(**engine_args(trained("qwen3"))) as llm:
-        found = [output.token_ids for output in llm.generate([PROMPT] * 6, wanted)]
-    assert found[:3] == found[3:]
-    assert len(set(found)) == 3
+        found = [output.token_ids for output in llm.generate([PROMPT] * 8, wanted)]
+    assert found[:4] == found[4:]
+    assert len(set(found)) == 4
 
 
 # --------------------------------------------------------------------------------- probabilities
@@ -273,11 +281,11 @@ def test_log_probabilities_are_those_of_the_raw_logits(
 def test_log_probabilities_end_with_the_tokens(
     trained: PairMaker,
     cases: dict[str, list[Case]],
-    foresight: Foresight,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stop token inside an accepted run, at whatever place of the block."""
     (case, *_) = cases["bad_words"]
-    foresight(case.prompt, case.expected)
+    foresee(monkeypatch, known(case))
     with LLM(**engine_args(trained("qwen3"))) as llm:
         for index, token in enumerate(case.expected):
             sampling = replace(case.sampling, stop_token_ids=(token,), logprobs=1)
