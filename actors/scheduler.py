@@ -215,10 +215,11 @@ class Scheduler:
             if count > 0 and self.allocation.grow(request, request.next_position + count):
                 chunks.append((request, count))
                 budget -= count
-        if waiting and not chunks and all(request.grammar for request in decode):
+        chosen = [*decode, *(request for request, _ in chunks)]
+        if waiting and all(request.grammar for request in chosen):
             # They would run as two halves of a batch in turn, in twice as many steps.
             return [], []
-        left_out = self._left_out([*decode, *(request for request, _ in chunks)])
+        left_out = self._left_out(chosen)
         return (
             [request for request in decode if request is not left_out],
             [(request, count) for request, count in chunks if request is not left_out],

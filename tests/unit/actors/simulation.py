@@ -453,8 +453,8 @@ class Simulation:
                 if wanted and self.grow(client, client.start + wanted):
                     chunks[client] = wanted
                     left -= wanted
-        if waiting and not chunks and all(client.is_guided for client in decode):
-            decode = []
+        if waiting and all(client.is_guided for client in (*decode, *chunks)):
+            return [], {}
         return decode, chunks
 
     def grow(self, client: Client, end: int) -> bool:
