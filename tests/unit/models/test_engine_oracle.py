@@ -18,6 +18,7 @@ from models.steps import ModelRank, StepResult
 from tests.oracle.dflash_reference import Trace, generate, load_drafter
 from tests.tiny import Kind, load_target, make_pair, train_pair
 from tests.unit.models.conftest import PROMPT, Pair, PairMaker
+from tests.unit.models.foresight import foresee
 from tests.unit.models.processes import ProcessShards, RankProcesses
 
 PROMPTS = [PROMPT, PROMPT[::-1], [7], list(range(100, 137)), [250, 41] * 9]
@@ -142,13 +143,7 @@ def test_perfect_drafts_fill_every_block(
     with LLM(**engine_args(pair, speculative_config=None)) as plain:
         expected = plain.generate([PROMPT], sampling)[0].token_ids
 
-    def foresee(rank: ModelRank, _drafter: Any, _inputs: Any, emitted: Any, _: Any) -> None:
-        lengths = emitted.context_lens.tolist()
-        for slot, length in zip(emitted.slots.tolist(), lengths, strict=True):
-            after_bonus = expected[length - len(PROMPT) + 1 :][:num_drafts]
-            rank.state.drafts[slot, : len(after_bonus)] = torch.tensor(after_bonus)
-
-    monkeypatch.setattr(ModelRank, "_propose", foresee)
+    foresee(monkeypatch, {sampling.seed: [*PROMPT, *expected]})
     with LLM(**engine_args(pair)) as llm:
         output = llm.generate([PROMPT], sampling)[0]
     assert output.token_ids == expected

@@ -1,7 +1,7 @@
 """Every sampling parameter in the whole engine, against plain generation in Python."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,10 @@ from actors.engine import Engine
 from actors.llm import LLM, RequestOutput
 from actors.messages import GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 from actors.seeds import choice_seed
-from models.steps import ModelRank
 from tests.oracle.plain_sampling import all_logits, sample_plainly
 from tests.tiny import load_target, make_pair, train_pair
 from tests.unit.models.conftest import PROMPT, Pair, PairMaker
+from tests.unit.models.foresight import foresee
 from tests.unit.models.processes import ProcessShards, RankProcesses
 from tests.unit.models.test_engine_oracle import engine_args, random_row
 
@@ -182,34 +182,23 @@ def test_no_schedule_changes_a_token(
     assert_expected(outputs, everything)
 
 
-@pytest.fixture
-def foresight(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case, float, random.Random], None]:
-    """Makes drafts of a single request right, or each wrong with some probability."""
-
-    def foresee(case: Case, wrong: float, rng: random.Random) -> None:
-        def propose(rank: ModelRank, _drafter: Any, _inputs: Any, emitted: Any, _: Any) -> None:
-            lengths = emitted.context_lens.tolist()
-            for slot, length in zip(emitted.slots.tolist(), lengths, strict=True):
-                known = case.expected[length - len(case.prompt) + 1 :][:NUM_DRAFTS]
-                drafts = [rng.randrange(300) if rng.random() < wrong else t for t in known]
-                rank.state.drafts[slot, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
-
-        monkeypatch.setattr(ModelRank, "_propose", propose)
-
-    return foresee
+def known(case: Case) -> dict[int, list[int]]:
+    """What `foresee` has to know of a case."""
+    return {case.sampling.seed: [*case.prompt, *case.expected]}
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
 def test_every_token_of_a_block_is_chosen_behind_those_before_it(
     trained: PairMaker,
     cases: dict[str, list[Case]],
-    foresight: Callable[[Case, float, random.Random], None],
+    monkeypatch: pytest.MonkeyPatch,
     wrong: float,
 ) -> None:
     with LLM(**engine_args(trained("qwen3"), async_scheduling=False)) as llm:
         for case in all_of(cases):
-            foresight(case, wrong, random.Random(1))
-            (output,) = llm.generate([case.prompt], case.sampling)
+            with monkeypatch.context() as patch:
+                foresee(patch, known(case), wrong)
+                (output,) = llm.generate([case.prompt], case.sampling)
             assert list(output.token_ids) == case.expected, case.sampling
             if not wrong:
                 steps = -(-(len(case.expected) - 1) // (NUM_DRAFTS + 1))
@@ -292,11 +281,11 @@ def test_log_probabilities_are_those_of_the_raw_logits(
 def test_log_probabilities_end_with_the_tokens(
     trained: PairMaker,
     cases: dict[str, list[Case]],
-    foresight: Callable[[Case, float, random.Random], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stop token inside an accepted run, at whatever place of the block."""
     (case, *_) = cases["bad_words"]
-    foresight(case, 0.0, random.Random(0))
+    foresee(monkeypatch, known(case))
     with LLM(**engine_args(trained("qwen3"))) as llm:
         for index, token in enumerate(case.expected):
             sampling = replace(case.sampling, stop_token_ids=(token,), logprobs=1)
