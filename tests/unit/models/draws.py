@@ -96,16 +96,23 @@ def distribution(logits: Tensor, how: SamplingRows) -> Tensor:
 
 
 def chi_square(counts: Tensor, probabilities: Tensor) -> float:
-    """How probable it is that draws from `probabilities` fit no better than `counts` do."""
+    """How probable it is that draws from `probabilities` fit no better than `counts` do, of several
+    rows `[rows, cells]` all of them together."""
     if (counts[probabilities == 0] > 0).any():
         return 0.0
-    expected = probabilities.double() * counts.sum()
+    rows = zip(*map(torch.atleast_2d, (counts, probabilities.double())), strict=True)
+    statistics, freedoms = zip(*(_misfit(*row) for row in rows), strict=True)
+    freedom = torch.tensor(sum(freedoms) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.stack(statistics).sum() / 2))
+
+
+def _misfit(counts: Tensor, probabilities: Tensor) -> tuple[Tensor, int]:
+    """The statistic of one distribution and its degrees of freedom."""
+    expected = probabilities * counts.sum()
     # Cells in which little is expected count as one.
     small = expected < 10
     groups = [(counts[~small].double(), expected[~small])]
     if expected[small].sum() >= 10:
         groups.append((counts[small].sum()[None].double(), expected[small].sum()[None]))
     observed, wanted = (torch.cat(parts) for parts in zip(*groups, strict=True))
-    statistic = ((observed - wanted) ** 2 / wanted).sum()
-    freedom = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
+    return ((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1
