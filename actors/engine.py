@@ -83,7 +83,7 @@ class Engine:
         self._busy_since = 0.0
 
     def check(self, message: GenerateRequest) -> None:
-        """Raises `RequestRejected` where a request could never be served. Takes up to some seconds
+        """Raises `RequestRejected` where a request could never be served. Takes up to a second
         where its guide is new, and none the next time."""
         check_request(self.config, message)
         if message.sampling.guide is not None:
@@ -156,6 +156,10 @@ class Engine:
         if not self.scheduler.has_work:
             self.scheduler.check_idle()
         return self.scheduler.has_work
+
+    def close(self) -> None:
+        """End what checking requests started; the shards are the caller's."""
+        self._grammars.close()
 
     def abandon(self) -> None:
         """End every request, wherever `step` was interrupted, and leave no output to be read.

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from actors.errors import RequestRejected
 from actors.grammar_compiler import FIELDS, GrammarCompiler, check_length, failure_of
-from actors.grammar_probe import probe
+from actors.grammar_probe import GrammarProbe
 from actors.messages import Guide
 
 MAX_COMPILED = 32
@@ -36,13 +36,14 @@ class Grammars:
         self._compiler = GrammarCompiler(
             directory, vocab_size=vocab_size, eos_token_ids=eos_token_ids
         )
+        self._probe = GrammarProbe(self._compiler)
         self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
         self._verdicts: dict[Guide, str] = {}
         self._probing = threading.Lock()
 
     def check(self, guide: Guide) -> None:
         """Raises `RequestRejected` where `guide` is invalid, too long, or takes too much to
-        compile. Takes up to some seconds for a guide that is new.
+        compile. Takes up to a second for a guide that is new.
         """
         check_length(guide)
         verdict = self._verdicts.get(guide)
@@ -51,11 +52,16 @@ class Grammars:
             with self._probing:
                 verdict = self._verdicts.get(guide)
                 if verdict is None:
-                    verdict = self._verdicts[guide] = probe(self._compiler, guide)
+                    verdict = self._verdicts[guide] = self._probe.ask(guide)
                 if len(self._verdicts) > _MAX_VERDICTS:
                     del self._verdicts[next(iter(self._verdicts))]
         if verdict:
             raise RequestRejected(verdict, FIELDS[guide.kind])
+
+    def close(self) -> None:
+        """End the process that `check` may have started."""
+        with self._probing:
+            self._probe.close()
 
     def start(self, guide: Guide) -> "GrammarState":
         """The state of a new request. Only for a guide that `check` lets pass: compiling another

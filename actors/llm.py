@@ -186,7 +186,8 @@ class LLM:
             self._engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
 
     def close(self) -> None:
-        """End the device thread."""
+        """End the device thread, and what the engine started."""
+        self._engine.close()
         self._shard.close()
 
     def __enter__(self) -> Self:

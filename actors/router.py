@@ -130,7 +130,7 @@ class Router:
 
     def _drive(self, ready: "Future[tuple[Engine, RayShardGroup]]") -> None:
         """The engine's thread: places the shards, steps them, ends them."""
-        shards = None
+        shards = engine = None
         try:
             shards = RayShardGroup(self._config, self._group)
             engine = Engine(self._config, shards, self._deliver)
@@ -149,6 +149,8 @@ class Router:
         finally:
             if shards is not None:
                 shards.close()
+            if engine is not None:
+                engine.close()
 
     def _fail(self, error: EngineDead) -> None:
         self._failure = error

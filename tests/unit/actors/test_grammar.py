@@ -2,7 +2,8 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from actors import grammar, grammar_compiler
+from actors import grammar_compiler
 from actors.errors import RequestRejected
-from actors.grammar import Grammars, GrammarState
+from actors.grammar import MAX_COMPILED, Grammars, GrammarState
 from actors.grammar_compiler import MAX_CHARS
+from actors.grammar_probe import GrammarProbe
 from actors.messages import Guide
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -55,8 +57,9 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def grammars(checkpoint: Path) -> Grammars:
-    return make(checkpoint)
+def grammars(checkpoint: Path) -> Iterator[Grammars]:
+    with closing(make(checkpoint)) as grammars:
+        yield grammars
 
 
 def make(checkpoint: Path) -> Grammars:
@@ -362,9 +365,8 @@ def test_a_tokenizer_saved_with_truncation_and_padding_guides_too(
 def test_a_probe_that_can_not_run_is_not_the_guides_fault(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.path", [])
-    monkeypatch.chdir(checkpoint)
-    with pytest.raises(RuntimeError, match="probe"):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="probe of guides ended with status 1"):
         make(checkpoint).check(regex("a"))
 
 
@@ -447,14 +449,43 @@ def test_a_verdict_is_kept(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) 
     good, bad = regex("a verdict"), regex("a (verdict")
     grammars.check(good)
     rejected(grammars, bad)
-    monkeypatch.setattr(grammar, "probe", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(GrammarProbe, "ask", lambda *_: pytest.fail("asked again"))
     grammars.check(good)
     rejected(grammars, bad)
 
 
 def test_nothing_is_read_before_the_first_guide(tmp_path: Path) -> None:
-    grammars = make(tmp_path)
-    assert "tokenizer.json" in rejected(grammars, regex("a")).message
+    with closing(make(tmp_path)) as grammars:
+        assert "tokenizer.json" in rejected(grammars, regex("a")).message
+
+
+def test_a_process_answers_until_it_is_closed(checkpoint: Path) -> None:
+    hostile = schema({"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(30)]})
+    grammars = make(checkpoint)
+    grammars.close()
+    for _ in range(2):
+        grammars.check(regex("a"))
+        process = grammars._probe._process
+        assert process is not None
+        rejected(grammars, hostile)
+        grammars.check(regex("b"))
+        assert grammars._probe._process is process
+        assert process.poll() is None
+        grammars.close()
+        assert process.returncode == 0
+        grammars._verdicts.clear()
+
+
+def test_a_process_that_is_lost_is_replaced(checkpoint: Path) -> None:
+    with closing(make(checkpoint)) as grammars:
+        grammars.check(regex("a"))
+        process = grammars._probe._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        with pytest.raises(RuntimeError, match="status -9"):
+            grammars.check(regex("b"))
+        grammars.check(regex("b"))
 
 
 def counted(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> list[Guide]:
@@ -477,7 +508,7 @@ def test_a_guide_is_compiled_once_while_it_is_in_use(
     for _ in range(200):
         grammars.start(regex("popular"))
     assert compiled == [regex("popular")]
-    others = [regex(f"x{i}") for i in range(grammar.MAX_COMPILED)]
+    others = [regex(f"x{i}") for i in range(MAX_COMPILED)]
     for guide in others:
         grammars.start(guide)
         grammars.start(regex("popular"))

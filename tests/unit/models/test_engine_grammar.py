@@ -11,9 +11,10 @@ from llguidance import LLParserLimits
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
-from actors import grammar, grammar_compiler
+from actors import grammar_compiler
 from actors.config import EngineConfig
 from actors.grammar import Grammars
+from actors.grammar_probe import GrammarProbe
 from actors.llm import LLM, RequestOutput
 from actors.messages import GenerateRequest, Guide, SamplingParams
 from tests.oracle.dflash_reference import train_drafter
@@ -86,7 +87,7 @@ class GuidedCase(Case):
 @pytest.fixture(autouse=True)
 def trusted_guides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process for each guide of each engine would take most of the time."""
-    monkeypatch.setattr(grammar, "probe", lambda *_: "")
+    monkeypatch.setattr(GrammarProbe, "ask", lambda *_: "")
 
 
 @pytest.fixture(scope="module")
