@@ -21,13 +21,12 @@ class Allocation:
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
-        self.pool = PagePool(config.num_kv_pages, prefix_caching=config.enable_prefix_caching)
+        self._config = config
+        self._stats = stats
         self.waiting: list[Request] = []  # in order
         # By slot. One that has ended or was preempted stays while a row of it is unread.
         self.running: dict[int, Request] = {}
-        self._config = config
-        self._stats = stats
-        self._free_slots = list(range(config.num_slots - 1, -1, -1))
+        self.pool, self._free_slots = self._all_free()
         # In this step somebody got no pages: nobody behind takes those that become free for them.
         self._is_short = False
         self._may_admit = True
@@ -36,16 +35,29 @@ class Allocation:
         """Let a request wait in its place."""
         insort(self.waiting, request, key=lambda other: other.order)
 
-    def candidates(self) -> list[Request]:
-        """In order, all that a new step may compute: to be run through once, each with `admit` or
-        `grow`."""
+    def restart(self) -> None:
+        """The device has lost everything: nothing is held or cached, and whoever runs waits again,
+        to compute all known tokens."""
+        running, self.running = self.running, {}
+        self.pool, self._free_slots = self._all_free()
+        for request in running.values():
+            request.num_ahead = 0
+            if request.finish_reason is None:
+                request.restart()
+                self.enqueue(request)
+
+    def candidates(self, only: Request | None = None) -> list[Request]:
+        """In order, all that a new step may compute, or `only` one that may: to be run through
+        once, each with `admit` or `grow`."""
         self._is_short, self._may_admit = False, True
+        if only is not None:
+            return [only]
         running = [request for request in self.running.values() if not request.is_leaving]
         waiting = self.waiting[: len(self._free_slots)]
         return sorted([*running, *waiting], key=lambda request: request.order)
 
     def admit(self, request: Request, budget: int) -> bool:
-        """Start the first waiting request: with a slot, with what is cached of its beginning, and
+        """Start a waiting request: with a slot, with what is cached of its beginning, and
         with pages for up to `budget` (at least 1) tokens behind that. Returns whether it started.
 
         It may preempt others of less priority for that.
@@ -61,8 +73,7 @@ class Allocation:
                 break
             if not self._make_room(request):
                 return False
-        assert self.waiting[0] is request
-        del self.waiting[0]
+        self.waiting.remove(request)
         self.pool.share(shared)
         slot = self._free_slots.pop()
         request.start(slot, [*shared, *self._take(needed)], start)
@@ -136,6 +147,11 @@ class Allocation:
         self._stats.preemptions += 1
         self.release()
         return True
+
+    def _all_free(self) -> tuple[PagePool, list[int]]:
+        config = self._config
+        pool = PagePool(config.num_kv_pages, prefix_caching=config.enable_prefix_caching)
+        return pool, list(range(config.num_slots - 1, -1, -1))
 
     def _take(self, count: int) -> list[int]:
         num_before = self.pool.num_evicted

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Protocol
 
 from actors.config import EngineConfig
-from actors.errors import EngineDead
+from actors.errors import EngineDead, ShardsLost
 from actors.grammar import Grammars
 from actors.limits import check_request
 from actors.messages import (
@@ -50,8 +50,8 @@ class ShardGroup(Protocol):
 class Engine:
     """Owns the scheduler and drives the shards, from one thread: whoever calls `step` or `run`.
 
-    `check`, `add`, `abort` and `stop` may be called from any thread; what they ask for takes effect
-    between two steps.
+    `check`, `add`, `abort`, `lose` and `stop` may be called from any thread; what they ask for
+    takes effect between two steps.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Engine:
         self._inbox: deque[GenerateRequest | str] = deque()
         self._wake = threading.Condition()
         self._stopped = False
+        self._loss = ""
         self._busy_since = 0.0
 
     def check(self, message: GenerateRequest) -> None:
@@ -122,22 +123,45 @@ class Engine:
             self._time_steps()
 
     def stop(self) -> None:
-        """Make `run` return after the step it is in."""
+        """Make `run` return, after the step it is in."""
         with self._wake:
             self._stopped = True
+            self._wake.notify()
+
+    def lose(self, reason: str) -> None:
+        """Make `run` raise `ShardsLost`: a rank is gone, which a step may not find out soon."""
+        with self._wake:
+            self._loss = reason
             self._wake.notify()
 
     def run(self) -> None:
         """Step while there is work, sleep while there is none, until `stop`.
 
-        Raises `EngineDead` where a step failed; the engine is of no use after that.
+        Raises `ShardsLost` where a rank was lost, and then `restart` lets it go on; `EngineDead`
+        where an output does not fit its plan, and then nothing does.
         """
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._stopped or self._inbox or self.scheduler.has_work)
+                self._wake.wait_for(self._is_due)
                 if self._stopped:
                     return
+                loss = self._loss
+            if loss:
+                self._shards.close()
+                raise ShardsLost(loss)
             self.step()
+
+    def restart(self, shards: ShardGroup) -> None:
+        """Go on with other ranks, not yet warm, from what was emitted. Call it where `run` has
+        raised `ShardsLost`."""
+        self._read_inbox()
+        self._shards, self._loss = shards, ""
+        if given_up := self.scheduler.restart():
+            self._deliver(given_up)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped
 
     def step(self) -> bool:
         """Submit one step, or none where all that is left is to read, and read the one before it.
@@ -172,9 +196,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, grammars=self._grammars, leave_out=self._leave_out)
         self.scheduler.stats, self.scheduler.speculation = old.stats, old.speculation
         old.stats.requests["abort"] += old.num_requests
-        drain = StepPlan(step=0)
-        with self._fatal(drain):
-            self._exchange(drain)
+        self._exchange(StepPlan(step=0))
 
     def _time_steps(self) -> None:
         """Measure, on padding, what each choice of `actors.speculation` costs."""
@@ -187,9 +209,8 @@ class Engine:
     def _run_padding(self, bucket: Bucket) -> float:
         """How many seconds a step without requests takes, from its submission to its output."""
         plan, start = StepPlan(step=0, bucket=bucket), time.perf_counter()
-        with self._fatal(plan):
-            self._exchange(plan)
-            self._exchange(StepPlan(step=plan.step))
+        self._exchange(plan)
+        self._exchange(StepPlan(step=plan.step))
         return time.perf_counter() - start
 
     def _schedule(self) -> StepPlan:
@@ -206,8 +227,8 @@ class Engine:
         num_before = self.scheduler.num_unread - (plan.bucket is not None)
         if num_before == 0:
             self._busy_since = time.perf_counter()
+        output = self._exchange(plan)
         with self._fatal(plan):
-            output = self._exchange(plan)
             assert (output is not None) == (num_before > 0), "a step was lost in the pipeline"
             chunks = None if output is None else self.scheduler.update(output, self._lap_s())
         if chunks is not None:
@@ -220,23 +241,33 @@ class Engine:
         return self._busy_since - since
 
     def _exchange(self, plan: StepPlan) -> StepOutput | None:
-        """Submit `plan`, empty or not; the output of the step before it."""
+        """Submit `plan`, empty or not; the output of the step before it. Raises `ShardsLost`."""
         if self._trace is not None and plan.bucket is not None:
             self._trace.instant("submit", "engine", step=plan.step)
-        output = decode_output(self._shards.step(encode(plan)))
+        try:
+            answer = self._shards.step(encode(plan))
+        except Exception as error:
+            logger.error("step %d failed: %r", plan.step, error)
+            self._shards.close()
+            raise ShardsLost(f"a shard failed in step {plan.step}: {error!r}") from error
+        with self._fatal(plan):
+            output = decode_output(answer)
         if self._trace is not None and output is not None:
             self._trace.instant("read", "engine", step=output.step)
         return output
 
     @contextmanager
     def _fatal(self, plan: StepPlan) -> Iterator[None]:
-        """Whatever fails inside loses the engine: ranks may hang, or disagree with the plan."""
+        """Whatever fails inside loses the engine: an output and its plan do not fit."""
         try:
             yield
         except Exception as error:
             logger.error("step %d failed: %r", plan.step, error)
             self._shards.close()
-            raise EngineDead(f"a shard failed in step {plan.step}: {error!r}") from error
+            raise EngineDead(f"step {plan.step} failed: {error!r}") from error
+
+    def _is_due(self) -> bool:
+        return bool(self._stopped or self._loss or self._inbox or self.scheduler.has_work)
 
     def _post(self, item: GenerateRequest | str) -> None:
         with self._wake:

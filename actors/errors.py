@@ -29,4 +29,9 @@ class EngineOverloaded(RuntimeError):
 
 
 class EngineDead(RuntimeError):
-    """The engine lost a shard or its loop crashed; every stream it carried ends with this."""
+    """The engine can't go on; every stream it carried ends with this."""
+
+
+class ShardsLost(EngineDead):
+    """A rank failed or did not answer in time, and all were ended. Others may go on from what was
+    emitted."""

@@ -30,6 +30,7 @@ class EngineMetrics:
                 ("dflash_prefix_cache_hits", "Prompt tokens found in the prefix cache.", ()),
                 ("dflash_evicted_pages", "Cached pages that made room for others.", ()),
                 ("dflash_preemptions", "Running requests that made room for others.", ()),
+                ("dflash_recoveries", "Lost shards that were replaced.", ()),
                 ("dflash_late_compiles", "Compilations after warm-up; should be none.", ()),
                 (
                     "dflash_accepted_tokens_per_position",
@@ -50,6 +51,7 @@ class EngineMetrics:
         self._add("dflash_prefix_cache_hits", stats.prefix_cache_hits)
         self._add("dflash_evicted_pages", stats.evicted_pages)
         self._add("dflash_preemptions", stats.preemptions)
+        self._add("dflash_recoveries", stats.recoveries)
         self._add("dflash_late_compiles", stats.late_compiles)
         for outcome, count in list(stats.requests.items()):
             self._add("dflash_requests", count, {"outcome": outcome})

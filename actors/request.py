@@ -23,6 +23,9 @@ class Request:
     full pages. `cached_tokens` is how much of the prompt was cached when it first started.
     `prompt_logprobs`, if asked for, are those of the computed prompt behind its first token.
 
+    `num_crashes` counts the crashes of the device that it saw without having emitted anything since
+    the one before, when it had emitted `emitted_at_crash`.
+
     A `grammar`, if there is one, stands behind what was emitted; then `drafts` are those that the
     last row proposed.
     """
@@ -49,6 +52,8 @@ class Request:
     cached_tokens: int | None = None
     is_preempted: bool = False
     finish_reason: FinishReason | None = None
+    num_crashes: int = 0
+    emitted_at_crash: int = 0
     verify_steps: int = 0
     draft_tokens: int = 0
     verified_output: int = 0
@@ -152,6 +157,12 @@ class Request:
         self.num_computed = self.num_proposed = 0
         self.prefill_len = self.num_tokens
         self.prompt_logprobs.clear()
+
+    def count_crash(self) -> None:
+        """Count a crash of the device while it ran."""
+        progressed = len(self.output_token_ids) > self.emitted_at_crash
+        self.num_crashes = 0 if progressed else self.num_crashes + 1
+        self.emitted_at_crash = len(self.output_token_ids)
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Take emitted tokens up to the one that ends the request; return those taken.

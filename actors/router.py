@@ -11,15 +11,16 @@ from ray.util import get_current_placement_group
 
 from actors.config import EngineConfig
 from actors.delivery import Delivery
-from actors.engine import Engine
 from actors.errors import EngineDead, EngineOverloaded
 from actors.messages import GenerateRequest, TokenChunk
 from actors.metrics import EngineMetrics
 from actors.placement import RayShardGroup
+from actors.supervisor import Supervisor
 
 logger = logging.getLogger("ray.serve")
 
 _METRICS_PERIOD_S = 1.0
+_PING_TIMEOUT_S = 10.0
 # How long a shutdown waits for the step in progress.
 _LAST_STEP_S = 5.0
 
@@ -36,8 +37,8 @@ def max_requests(config: EngineConfig) -> int:
 class Router:
     """Streams tokens for requests; `app.main` deploys it with `actors.placement.bundles`.
 
-    A lost shard ends every stream with `EngineDead` and makes the replica unhealthy, so that Serve
-    replaces it, shards included.
+    Lost shards are replaced, and streams go on; where that fails, every stream ends with
+    `EngineDead` and the replica is unhealthy, so that Serve replaces it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -50,12 +51,13 @@ class Router:
         # Where streams are served; known with the first request.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._publisher: asyncio.Task[None] | None = None
-        ready: Future[tuple[Engine, RayShardGroup]] = Future()
+        ready: Future[Supervisor[RayShardGroup]] = Future()
         self._thread = threading.Thread(
             target=self._drive, args=(ready,), name="engine", daemon=True
         )
         self._thread.start()
-        self._engine, self._shards = ready.result()
+        self._supervisor = ready.result()
+        self._engine = self._supervisor.engine
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """At most one chunk per step or `stream_interval_s`, the last with a `finish_reason`.
@@ -92,32 +94,44 @@ class Router:
             self._engine.abort(request.request_id)
 
     async def check(self) -> None:
-        """Raises `EngineDead` where a rank or the loop is gone."""
+        """Raises `EngineDead` where a request would have to wait for ranks, or for ever."""
+        if not await self._all_answer():
+            raise EngineDead("not all shards answer now")
+
+    async def check_health(self) -> None:
+        """Serve's own health check: raises `EngineDead` where the replica is of no more use."""
+        await self._all_answer()
+
+    async def _all_answer(self) -> bool:
+        """Whether all ranks are there. One that is gone is replaced from here where no step finds
+        it, since there is nothing to do; one that does not answer has the deadline of its step.
+
+        Raises `EngineDead` where the engine is lost.
+        """
         if self._failure is None and not self._thread.is_alive():
             self._fail(EngineDead("the engine's loop has ended"))
-        if self._failure is None:
-            try:
-                await asyncio.gather(*(shard.ping.remote() for shard in self._shards.actors))
-            except ray.exceptions.ActorUnavailableError as error:  # may pass
-                raise EngineDead("a shard does not answer now") from error
-            except Exception as error:
-                self._engine.stop()
-                self._fail(EngineDead(f"a shard does not answer: {type(error).__name__}"))
         if self._failure is not None:
             raise EngineDead(str(self._failure))
+        shards = self._supervisor.shards
+        try:
+            async with asyncio.timeout(_PING_TIMEOUT_S):
+                await asyncio.gather(*(shard.ping.remote() for shard in shards.actors))
+        except (TimeoutError, ray.exceptions.ActorUnavailableError):
+            return False
+        except Exception as error:
+            if shards is self._supervisor.shards:
+                self._engine.lose(f"a shard does not answer: {type(error).__name__}")
+            return False
+        return not self._supervisor.is_recovering
 
     async def free_pages(self) -> tuple[int, int]:
         """KV pages that are free, and all that requests could have."""
         pool = self._engine.scheduler.pool
         return pool.num_free, pool.num_usable
 
-    async def check_health(self) -> None:
-        """Serve's own health check."""
-        await self.check()
-
     def __del__(self) -> None:
         """Serve calls this when the replica is shut down in good order."""
-        if not hasattr(self, "_engine"):  # Serve comes here after a failed __init__ too
+        if not hasattr(self, "_supervisor"):  # Serve comes here after a failed __init__ too
             return
         if self._publisher is not None:
             self._publisher.cancel()
@@ -125,18 +139,21 @@ class Router:
         self._fail(EngineDead("the engine is shutting down"))
         self._thread.join(_LAST_STEP_S)
         if self._thread.is_alive():  # in a step that does not end: its ranks end it
-            self._shards.close()
+            self._supervisor.shards.close()
             self._thread.join()
 
-    def _drive(self, ready: "Future[tuple[Engine, RayShardGroup]]") -> None:
-        """The engine's thread: places the shards, steps them, ends them."""
-        shards = engine = None
+    def _drive(self, ready: "Future[Supervisor[RayShardGroup]]") -> None:
+        """The engine's thread: places the shards, steps them, replaces them, ends them."""
+        supervisor = None
         try:
-            shards = RayShardGroup(self._config, self._group)
-            engine = Engine(self._config, shards, self._deliver)
-            engine.warm_up(_log_progress)
-            ready.set_result((engine, shards))
-            engine.run()
+            supervisor = Supervisor(
+                self._config,
+                lambda: RayShardGroup(self._config, self._group),
+                self._deliver,
+                _log_progress,
+            )
+            ready.set_result(supervisor)
+            supervisor.run()
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(error)
@@ -147,10 +164,8 @@ class Router:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._fail, dead)
         finally:
-            if shards is not None:
-                shards.close()
-            if engine is not None:
-                engine.close()
+            if supervisor is not None:
+                supervisor.close()
 
     def _fail(self, error: EngineDead) -> None:
         self._failure = error

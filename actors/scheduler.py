@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Given the ids of the requests that a step would compute, the one to leave out of it, if any.
 LeaveOut = Callable[[Sequence[str]], str | None]
+# So many crashes without a token make a request run alone, to see whether it is the cause.
+_SUSPECT_AFTER = 2
 
 
 class Scheduler:
@@ -66,6 +68,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # that have not ended
         self._num_added = 0
         self._unread: deque[StepPlan] = deque()
+        self._suspects: list[Request] = []  # the first of them runs alone
         self._step = 0
 
     @property
@@ -182,6 +185,37 @@ class Scheduler:
         self.allocation.release()
         return chunks
 
+    def restart(self) -> list[TokenChunk]:
+        """The device has crashed and has lost everything; whatever runs is computed anew, from what
+        was emitted.
+
+        A request that ran through two crashes without a token between them runs alone, and if the
+        device crashes again it is given up: returns the last chunks of those, which say `abort`.
+        """
+        self._unread.clear()
+        running = [r for r in self.allocation.running.values() if r.finish_reason is None]
+        self.allocation.restart()
+        for request in running:
+            request.count_crash()
+        given_up = [
+            r for r in self._suspects[:1] if r in running and r.num_crashes > _SUSPECT_AFTER
+        ]
+        for request in given_up:
+            request.finish_reason = "abort"
+            self._end(request, outcome="error")
+        requests = sorted(self._requests.values(), key=lambda request: request.order)
+        self._suspects = [r for r in requests if r.num_crashes >= _SUSPECT_AFTER]
+        return [
+            TokenChunk(
+                request_id=request.request_id,
+                first_index=len(request.output_token_ids),
+                token_ids=(),
+                finish_reason="abort",
+                speculation=request.speculation,
+            )
+            for request in given_up
+        ]
+
     def check_idle(self) -> None:
         """Assert that nothing is held while nothing runs, and that no output is unread."""
         assert not self._unread
@@ -193,7 +227,7 @@ class Scheduler:
         decode: list[Request] = []
         chunks: list[tuple[Request, int]] = []
         waiting = False
-        candidates = self.allocation.candidates()
+        candidates = self.allocation.candidates(only=next(iter(self._suspects), None))
         widest = self.ladder.verify_widths[-1]
         budget = self.config.max_num_batched_tokens - widest * sum(
             request.can_decode for request in candidates
@@ -299,6 +333,8 @@ class Scheduler:
         sampling = request.message.sampling
         first_index = len(request.output_token_ids)
         kept = request.append(sampled)
+        if request in self._suspects:
+            self._suspects.remove(request)
         if request.grammar is not None:
             request.grammar.commit(kept)
             if request.grammar.failure and request.finish_reason == "stop":
@@ -342,10 +378,12 @@ class Scheduler:
         if not plan.prefill and verified == bucket.num_drafts:
             self.speculation.observe_time(bucket.decode_rows, verified, seconds)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, outcome: str | None = None) -> None:
         """Count a request that has ended; what it holds is taken back once it can be."""
         assert request.finish_reason is not None
-        self.stats.requests[request.finish_reason] += 1
+        self.stats.requests[outcome or request.finish_reason] += 1
         del self._requests[request.request_id]
+        if request in self._suspects:
+            self._suspects.remove(request)
         if request.slot is None:
             self.allocation.waiting.remove(request)

@@ -13,7 +13,8 @@ class EngineStats:
 
     `prefix_cache_queries` counts tokens of prompts that were looked up when their request first
     started, `prefix_cache_hits` those found; `evicted_pages` what had to be forgotten of them.
-    `preemptions` counts how often a request had to give its pages to another.
+    `preemptions` counts how often a request had to give its pages to another, `recoveries` how
+    often lost shards were replaced.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -26,6 +27,7 @@ class EngineStats:
     prefix_cache_hits: int = 0
     evicted_pages: int = 0
     preemptions: int = 0
+    recoveries: int = 0
     late_compiles: int = 0
 
     def count_verify(self, num_drafts: int, num_kept: int) -> None:

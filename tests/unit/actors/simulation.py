@@ -171,6 +171,11 @@ class Device:
         self.tables: dict[int, dict[int, int]] = {}
         self.content: dict[tuple[int, int], tuple[str, tuple[int, ...]] | None] = {}
 
+    def lose(self) -> None:
+        self.slots.clear()
+        self.tables.clear()
+        self.content.clear()
+
     def run(self, plan: StepPlan, rng: random.Random, acceptance: float) -> StepOutput:
         assert plan.bucket is not None
         for update in plan.page_updates:
@@ -304,6 +309,19 @@ class Simulation:
                 client.ended = client.aborted = True
                 self.finished["abort"] += 1
         self.waiting = [client for client in self.waiting if not client.ended]
+        self.check()
+
+    def crash(self) -> None:
+        """The device and whatever was on its way are lost; the first time, nobody is suspected."""
+        assert self.scheduler.restart() == []
+        self.unread.clear()
+        self.device.lose()
+        for client in list(self.running):
+            client.ahead.clear()
+            self.running.remove(client)
+            if not client.ended:
+                client.requeue()
+                insort(self.waiting, client, key=lambda other: other.order)
         self.check()
 
     def choose(self, decode_rows: int) -> int:

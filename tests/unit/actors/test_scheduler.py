@@ -43,7 +43,12 @@ class Read:
     pass
 
 
-Operation = Arrive | Abort | Submit | Read
+@dataclass(frozen=True)
+class Crash:
+    pass
+
+
+Operation = Arrive | Abort | Submit | Read | Crash
 
 
 def prompt_of(family: int, num_shared: int, seed: int, length: int) -> tuple[int, ...]:
@@ -76,6 +81,8 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
     kinds = draw(
         st.lists(st.sampled_from(["arrive", "abort", "submit", "submit", "read"]), max_size=60)
     )
+    if draw(st.integers(0, 2)) == 0:
+        kinds.insert(draw(st.integers(0, len(kinds))), "crash")
     operations: list[Operation] = []
     arrived = 0
     for kind in kinds:
@@ -104,6 +111,8 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
             operations.append(Submit(draw(st.integers(0, 1000)), acceptance))
         elif kind == "read":
             operations.append(Read())
+        elif kind == "crash":
+            operations.append(Crash())
         elif arrived:
             operations.append(Abort(draw(st.integers(0, arrived - 1))))
     return config, operations
@@ -148,6 +157,8 @@ def crowds(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
             operations += [Read()] * draw(st.integers(0, 1))
         if draw(st.integers(0, 3)) == 0:
             operations.append(Abort(draw(st.integers(0, index))))
+    if draw(st.integers(0, 2)) == 0:
+        operations.insert(draw(st.integers(0, len(operations))), Crash())
     return config, operations
 
 
@@ -166,7 +177,8 @@ def test_any_traffic_keeps_the_invariants(
     seed: int,
     ahead: bool,
 ) -> None:
-    """Steps are read before the next is planned or after, and requests end at any moment."""
+    """Steps are read before the next is planned or after, requests end at any moment, and the
+    device loses all it knows at some."""
     config, operations = scenario
     simulation = Simulation(config, leave_out_seed, drafts_seed)
     for operation in operations:
@@ -182,6 +194,8 @@ def test_any_traffic_keeps_the_invariants(
             case Read():
                 if simulation.unread:
                     simulation.read()
+            case Crash():
+                simulation.crash()
     simulation.drain(random.Random(seed), 0.7, ahead)
     for client in simulation.clients:
         assert client.aborted or client.seen == client.plain
