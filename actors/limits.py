@@ -115,6 +115,13 @@ def check_request(config: EngineConfig, message: GenerateRequest) -> None:
     """Raises `RequestRejected`, naming field, value and limit, for what could never be served."""
     check_prompt(config, message.prompt_token_ids)
     check_sampling(config, message.sampling)
+    check_token_ids(config, message.emitted_token_ids, "emitted_token_ids")
+    if len(message.emitted_token_ids) >= _most_tokens(config, message):
+        raise RequestRejected(
+            f"emitted_token_ids holds {len(message.emitted_token_ids)} tokens, which is all there "
+            "may be",
+            "emitted_token_ids",
+        )
     check_scheduling(config, message.priority, message.max_draft_tokens)
 
 
@@ -133,6 +140,10 @@ def check_scheduling(config: EngineConfig, priority: int, max_draft_tokens: int 
             f"max_draft_tokens is {max_draft_tokens}, but this engine has no drafter: only 0",
             "max_draft_tokens",
         )
+
+
+def _most_tokens(config: EngineConfig, message: GenerateRequest) -> int:
+    return min(message.sampling.max_tokens, config.max_model_len - len(message.prompt_token_ids))
 
 
 def _check_logit_bias(config: EngineConfig, logit_bias: Sequence[tuple[int, float]]) -> None:

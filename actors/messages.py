@@ -61,33 +61,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateRequest:
-    """One generation. `request_id` is unique among the requests an engine has in flight.
-
-    Lower `priority` goes first. Cached prefixes are shared only within one `cache_salt`.
-    `max_draft_tokens` bounds the drafts a step verifies; 0 turns speculation off, None leaves it
-    to the engine.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    max_draft_tokens: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: of the token that stands there, whose `rank` among all is
-    1 for the most probable, and `top` (id and log-probability), the most probable ones."""
-
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationStats:
     """What speculation did for one request, cut where the request's output was cut.
 
@@ -111,6 +84,38 @@ class SpeculationStats:
             accepted_tokens=self.accepted_tokens - num_tokens,
             emitted_tokens=self.emitted_tokens - num_tokens,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateRequest:
+    """One generation. `request_id` is unique among the requests an engine has in flight.
+
+    Lower `priority` goes first. Cached prefixes are shared only within one `cache_salt`.
+    `max_draft_tokens` bounds the drafts a step verifies; 0 turns speculation off, None leaves it
+    to the engine.
+
+    `emitted_token_ids` are those that the request got of an engine that was lost, which this one
+    goes on behind as if they were its own, and `emitted_speculation` what went into them.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    max_draft_tokens: int | None = None
+    emitted_token_ids: tuple[int, ...] = ()
+    emitted_speculation: SpeculationStats = SpeculationStats()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the token that stands there, whose `rank` among all is
+    1 for the most probable, and `top` (id and log-probability), the most probable ones."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,9 +60,17 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.prefill_len = len(self.message.prompt_token_ids)
+        message = self.message
+        self.output_token_ids += message.emitted_token_ids
+        self.emitted_at_crash = len(self.output_token_ids)
+        self.prefill_len = self.num_tokens
+        self.verify_steps = message.emitted_speculation.verify_steps
+        self.draft_tokens = message.emitted_speculation.draft_tokens
+        self.verified_output = message.emitted_speculation.emitted_tokens
         if self.chain is not None:
-            self.chain.extend(self.message.prompt_token_ids)
+            self.chain.extend(message.prompt_token_ids + message.emitted_token_ids)
+        if self.grammar is not None:
+            self.grammar.commit(message.emitted_token_ids)
 
     @property
     def request_id(self) -> str:

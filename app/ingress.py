@@ -12,6 +12,7 @@ from actors.messages import GenerateRequest, TokenChunk
 from app.grpc_api import GrpcApi
 from app.http_api import HttpApi
 from app.protos import dflash_pb2 as pb
+from app.resume import resuming
 from app.service import Engine, Service
 from app.tokenizer import Tokenizer
 
@@ -24,7 +25,9 @@ class OpenAIServer:
         self, router: DeploymentHandle, config: EngineConfig, remote_grpc: bool = False
     ) -> None:
         self._router = router
-        self._service = Service(config, Tokenizer.load(config.target_path), engine_of(router))
+        self._service = Service(
+            config, Tokenizer.load(config.target_path), resuming(engine_of(router))
+        )
         self._grpc = GrpcApi(self._service, remote=remote_grpc)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -24,6 +24,7 @@ from actors.messages import GenerateRequest, SamplingParams, TokenChunk
 from actors.placement import ROUTER_CPUS, bundles
 from actors.router import Router
 from app.ingress import engine_of
+from app.resume import resuming
 
 PROMPTS = [list(range(20, 31)), [7], list(range(100, 170)), [250, 41] * 9, [3, 1, 4, 1, 5]]
 MAX_TOKENS = 30
@@ -154,11 +155,15 @@ def all_pages_free(handle: DeploymentHandle) -> bool:
 
 
 def shard_pids() -> list[int]:
+    return pids_of("_RayShard")
+
+
+def pids_of(title: str) -> list[int]:
     """Of this module's cluster: its processes descend from this one."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.cmdline()[:1] and "_RayShard" in process.cmdline()[0]:
+            if process.cmdline()[:1] and title in process.cmdline()[0]:
                 found.append(process.pid)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
@@ -260,6 +265,28 @@ def test_two_ranks_and_the_death_of_one(
         assert generate(router, PROMPTS) == expected
         wait_until(lambda: all_pages_free(router), "all pages are free")
     wait_until(lambda: not ranks_now(), "the deleted application's ranks have ended")
+
+
+def test_a_stream_outlives_its_router(cluster: None, tiny_pair: Pair) -> None:
+    request = request_for([5, 1], "outlives", LONG)
+    with LLM(**args_of(tiny_pair, speculative_config=None)) as llm:
+        (undisturbed,) = llm.generate([list(request.prompt_token_ids)], request.sampling)
+    with routing("mortal", args_of(tiny_pair)) as router:
+        (first,) = pids_of("ServeReplica:mortal")
+
+        async def stream_with_a_death() -> list[TokenChunk]:
+            chunks = []
+            async with asyncio.timeout(WAIT_S):
+                async for chunk in resuming(engine_of(router))(request):
+                    if not chunks:
+                        os.kill(first, signal.SIGKILL)
+                    chunks.append(chunk)
+            return chunks
+
+        assert tokens_of(asyncio.run(stream_with_a_death())) == undisturbed.token_ids
+        (second,) = pids_of("ServeReplica:mortal")
+        assert second != first
+        wait_until(lambda: all_pages_free(router), "all pages are free")
 
 
 def is_healthy(handle: DeploymentHandle) -> bool:

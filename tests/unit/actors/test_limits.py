@@ -66,6 +66,8 @@ def request(**sampling: Any) -> GenerateRequest:
         (request(prompt_logprobs=21), "prompt_logprobs", ["21", "0 to 20"]),
         (request(guide=Guide(kind="xml", source="x")), "guide", ["xml", "json_schema"]),
         (request(guide=Guide(kind="regex")), "guide", ["regex", "empty"]),
+        (generate_request(emitted_token_ids=(99,)), "emitted_token_ids", ["99"]),
+        (generate_request(max_tokens=2, emitted_token_ids=(1, 1)), "emitted_token_ids", ["2"]),
         (request(guide=Guide(kind="json_object", source="x")), "guide", ["json_object"]),
         (replace(generate_request(), priority=2**63), "priority", [str(2**63), "64"]),
         (replace(generate_request(), max_draft_tokens=-1), "max_draft_tokens", ["-1", "0"]),

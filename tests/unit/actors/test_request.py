@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
-from actors.messages import FinishReason
+from actors.messages import FinishReason, SpeculationStats
+from actors.prefix import HashChain, page_hashes
 from actors.request import Request
 from tests.unit.actors.builders import generate_request
 from tests.unit.actors.fake_grammar import FakeGrammar
@@ -20,6 +23,33 @@ def request(max_tokens: int, stops: frozenset[int] = frozenset({STOP})) -> Reque
 
 def run_of(length: int, stop_at: int | None = None) -> tuple[int, ...]:
     return tuple(STOP if i == stop_at else 10 + i for i in range(length))
+
+
+def test_it_goes_on_behind_what_was_emitted_elsewhere() -> None:
+    emitted, stats = (
+        (10, 11, 12),
+        SpeculationStats(verify_steps=1, draft_tokens=4, emitted_tokens=2),
+    )
+    message = generate_request(
+        prompt=PROMPT_LEN, max_tokens=5, emitted_token_ids=emitted, emitted_speculation=stats
+    )
+    chain, grammar = HashChain(2, ""), FakeGrammar()
+    r = Request(
+        message=message,
+        stop_token_ids=frozenset({STOP}),
+        max_len=PROMPT_LEN + 5,
+        chain=chain,
+        grammar=grammar,
+    )
+    assert (r.prefill_len, r.num_left, r.output_token_ids) == (PROMPT_LEN + 3, 2, [*emitted])
+    assert r.speculation == replace(stats, accepted_tokens=1)
+    assert grammar.committed == emitted
+    assert chain.hashes == list(page_hashes((*message.prompt_token_ids, *emitted), 2, ""))
+    assert r.append((20, 21, 22)) == (20, 21)
+    assert r.finish_reason == "length"
+    r = Request(message=message, stop_token_ids=frozenset(), max_len=PROMPT_LEN + 5)
+    r.count_crash()
+    assert r.num_crashes == 1, "what was emitted elsewhere is no progress"
 
 
 @pytest.mark.parametrize("offset", range(K + 1))

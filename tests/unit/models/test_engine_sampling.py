@@ -346,3 +346,30 @@ def test_ranks_choose_and_score_as_one(rank_processes: RankProcesses, odd_pair: 
                 assert score is not None
                 assert_scores(score, logits[place], token, len(score.top))
                 assert len(score.top) == (1 if place < len(PROMPT) - 1 else 2)
+
+
+@pytest.mark.parametrize("num_emitted", [1, 4])
+def test_a_request_goes_on_behind_what_another_engine_emitted(
+    trained: PairMaker,
+    cases: dict[str, list[Case]],
+    rank_processes: RankProcesses,
+    num_emitted: int,
+) -> None:
+    everything = [case for case in all_of(cases) if len(case.expected) > num_emitted]
+    config = EngineConfig.resolve(engine_args(trained("qwen3")))
+    messages = [
+        GenerateRequest(
+            request_id=f"{i}",
+            prompt_token_ids=tuple(case.prompt),
+            sampling=case.sampling,
+            emitted_token_ids=tuple(case.expected[:num_emitted]),
+        )
+        for i, case in enumerate(everything)
+    ]
+    found = generate_on(rank_processes, config, messages)
+    for chunks, case in zip(found, everything, strict=True):
+        tokens = case.expected[:num_emitted]
+        for chunk in chunks:
+            assert chunk.first_index == len(tokens)
+            tokens += chunk.token_ids
+        assert tokens == case.expected, case.sampling
