@@ -11,7 +11,7 @@ import httpx
 
 from app.protos import dflash_pb2 as pb
 from app.protos import dflash_pb2_grpc as pb_grpc
-from tests.e2e.server import Server
+from benchmarks.server import Server
 
 TIMEOUT_S = 180.0
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}

@@ -15,10 +15,11 @@ import openai
 import pytest
 
 from app.protos import dflash_pb2 as pb
+from benchmarks.server import Server, serving
 from models.hub import DEMO_TARGET
 from tests.e2e import client
 from tests.e2e.client import Answer, user
-from tests.e2e.server import Server, serving
+from tests.e2e.metrics import metrics_of
 from tests.integration.demo import CONTINUATION, USER_MESSAGE, demo_args, short_texts
 
 MAX_MODEL_LEN = 2048
@@ -83,7 +84,7 @@ def test_metrics_equal_what_clients_counted(server: Server) -> None:
     assert counted["accepted_tokens"] > 0
 
     def published() -> dict[str, Any]:
-        found = server.metrics()
+        found = metrics_of(server)
         per_position = found.pop("accepted_tokens_per_position", {})
         return {
             "requests": found.pop("requests", {}),
@@ -93,7 +94,7 @@ def test_metrics_equal_what_clients_counted(server: Server) -> None:
 
     per_position = counted["accepted_tokens"]
     assert_soon(published, {"requests": outcomes, "per position": per_position, **counted})
-    by_position = server.metrics()["accepted_tokens_per_position"]
+    by_position = metrics_of(server)["accepted_tokens_per_position"]
     counts = [by_position.get(str(position), 0) for position in range(K)]
     assert set(by_position) <= {str(position) for position in range(K)}
     assert counts == sorted(counts, reverse=True), "accepted behind a rejected draft"
@@ -364,7 +365,7 @@ def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
         with pytest.raises(grpc.RpcError) as error:
             stub.Generate(client.grpc_chat("Tell me a story.", **endless), timeout=3)
         assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert_soon(lambda: server.metrics().get("requests", {}).get("abort"), 2)
+    assert_soon(lambda: metrics_of(server).get("requests", {}).get("abort"), 2)
     assert CLIENTS["http"](server) == CONTINUATION
 
 

@@ -12,9 +12,9 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.server import ROOT, environment, free_port, leftovers, serving, write_config
 from models.hub import DEMO_DRAFTER, DEMO_TARGET
 from tests.e2e import client
-from tests.e2e.server import ROOT, environment, free_port, leftovers, serving, write_config
 
 
 def speculative(model: str, **fields: Any) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.messages import SamplingParams
+from benchmarks.server import Server, serving
 from tests.e2e import client
 from tests.e2e.client import Answer
 from tests.e2e.conftest import TINY_K, TINY_PROMPT
-from tests.e2e.server import Server, serving
 from tests.oracle.dflash_reference import Trace, generate, load_drafter
 from tests.oracle.plain_sampling import all_logits, sample_plainly
 from tests.tiny import load_target

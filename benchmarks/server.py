@@ -1,6 +1,8 @@
-"""Starts `make serve` as a user does, in a process group of its own, and ends it for good."""
+"""Starts `make serve` as a user does, in a process group of its own, and ends it for good.
 
-import json
+Only in a checkout, which has the Makefile.
+"""
+
 import os
 import shutil
 import signal
@@ -17,9 +19,8 @@ from typing import Any
 import httpx
 import psutil
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 # With an empty cache a start compiles for minutes.
 READY_TIMEOUT_S = 540.0
 STOP_TIMEOUT_S = 60.0
@@ -40,30 +41,6 @@ class Server:
 
     def log(self) -> str:
         return (self.temp_dir / "serve.log").read_text(errors="replace")
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """The counters of `actors.metrics` as Prometheus would scrape them now.
-
-        By name without prefix and suffix, then by outcome or position, "" where there is neither:
-        `{"requests": {"stop": 3}, "output_tokens": {"": 120}}`.
-        """
-        found: dict[str, dict[str, float]] = {}
-        for target in self._metrics_targets():
-            text = httpx.get(f"http://{target}/metrics", timeout=30).text
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    if sample.name.startswith("ray_dflash_"):
-                        name = sample.name.removeprefix("ray_dflash_").removesuffix("_total")
-                        label = sample.labels.get("outcome") or sample.labels.get("position")
-                        series = found.setdefault(name, {})
-                        series[label or ""] = series.get(label or "", 0) + sample.value
-        return found
-
-    def _metrics_targets(self) -> set[str]:
-        """`host:port` of every exporter, from the file that Ray writes for Prometheus."""
-        files = self.temp_dir.rglob("prom_metrics*.json")
-        groups = [group for file in files for group in json.loads(file.read_text())]
-        return {target for group in groups for target in group["targets"]}
 
 
 @contextmanager
