@@ -1,6 +1,5 @@
 """Who holds slots and KV pages, who waits for them, and who has to give them back."""
 
-import math
 from bisect import insort
 from itertools import islice
 
@@ -47,11 +46,14 @@ class Allocation:
                 self.enqueue(request)
 
     def candidates(self, only: Request | None = None) -> list[Request]:
-        """In order, all that a new step may compute, or `only` one that may: to be run through
-        once, each with `admit` or `grow`."""
+        """In order, all that a new step may compute: to be run through once, each with `admit` or
+        `grow`. With `only` it is that one, once all others have given back what they held."""
         self._is_short, self._may_admit = False, True
         if only is not None:
-            return [only]
+            for other in self.running.values():
+                other.is_preempted |= other is not only and other.finish_reason is None
+            self.release()
+            return [only] if all(other is only for other in self.running.values()) else []
         running = [request for request in self.running.values() if not request.is_leaving]
         waiting = self.waiting[: len(self._free_slots)]
         return sorted([*running, *waiting], key=lambda request: request.order)
@@ -134,9 +136,7 @@ class Allocation:
         """Preempt one request for another; where False, there is nothing to wait for but the next
         step."""
         self._may_admit = False
-        # One that waits preempts none of its own priority.
-        last = request.order if request.slot is not None else (request.order[0], math.inf)
-        victims = [other for other in self.running.values() if other.order > last]
+        victims = [other for other in self.running.values() if other.order > request.order]
         # What those that leave still hold comes back as soon as their last row is read.
         is_leaving = any(other.is_leaving for other in self.running.values())
         if self._is_short or is_leaving or not victims:

@@ -25,7 +25,7 @@ def slot_sampling(request: Request) -> SlotSampling:
     sampling, prompt_len = request.message.sampling, len(request.message.prompt_token_ids)
     edits = [(token_id, bias, request.max_len) for token_id, bias in sampling.logit_bias]
     if sampling.min_tokens:
-        until = prompt_len + sampling.min_tokens
+        until = min(prompt_len + sampling.min_tokens, request.max_len)
         edits += [(token_id, -inf, until) for token_id in sorted(request.stop_token_ids)]
     return SlotSampling(
         slot=request.held_slot,

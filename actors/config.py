@@ -85,7 +85,8 @@ class EngineArgs(_Frozen):
     reserves, the second how many threads a shard computes with (default: an equal share).
     `pin_threads` keeps each rank of an engine on cores of its own, counted from the first: for one
     engine per machine. `step_timeout_s` is how long a shard may take for one step before it counts
-    as wedged, `warm_up_timeout_s` the same for a step of warm-up, which compiles.
+    as wedged, `warm_up_timeout_s` the same for a step of warm-up, which compiles, and
+    `load_timeout_s` for placing the shards and reading the weights.
     `async_scheduling` plans and submits a step before the output of the one before it was read.
     `enable_prefix_caching` shares the KV of equal beginnings of prompts between requests.
     A served stream gets its tokens every `stream_interval_s`, the first and last at once; 0 sends
@@ -117,6 +118,7 @@ class EngineArgs(_Frozen):
     exact: bool | None = None
     late_compile: Literal["log", "error"] = "log"
     warm_up_timeout_s: float = Field(default=600.0, gt=0)
+    load_timeout_s: float = Field(default=1800.0, gt=0)
     buckets: BucketArgs = BucketArgs()
     debug_logits_dir: str | None = Field(default=None, min_length=1)
     profile_num_layers: int | None = Field(default=None, ge=1)
@@ -154,6 +156,7 @@ class EngineConfig(_Frozen):
     exact: bool
     late_compile: Literal["log", "error"]
     warm_up_timeout_s: float
+    load_timeout_s: float
     buckets: Buckets
     debug_logits_dir: Path | None
     async_scheduling: bool
@@ -221,6 +224,7 @@ class EngineConfig(_Frozen):
             exact=_exact(args, backend, dtype),
             late_compile=args.late_compile,
             warm_up_timeout_s=args.warm_up_timeout_s,
+            load_timeout_s=args.load_timeout_s,
             debug_logits_dir=Path(args.debug_logits_dir).absolute()
             if args.debug_logits_dir
             else None,

@@ -85,10 +85,15 @@ class Engine:
 
     def check(self, message: GenerateRequest) -> None:
         """Raises `RequestRejected` where a request could never be served. Takes up to a second
-        where its guide is new, and none the next time."""
+        where its guide is new."""
         check_request(self.config, message)
         if message.sampling.guide is not None:
             self._grammars.check(message.sampling.guide)
+
+    def is_ready(self, message: GenerateRequest) -> bool:
+        """Whether `check` takes no time."""
+        guide = message.sampling.guide
+        return guide is None or self._grammars.is_ready(guide)
 
     def add(self, message: GenerateRequest) -> None:
         """Queue a request. Raises `RequestRejected` where it could never be served."""
@@ -280,4 +285,22 @@ class Engine:
             if isinstance(item, str):
                 self.scheduler.abort(item)
             else:
-                self.scheduler.add(item)
+                self._start(item)
+
+    def _start(self, message: GenerateRequest) -> None:
+        """Let a request wait for its steps; it alone is given up where that fails."""
+        try:
+            self.scheduler.add(message)
+        except Exception:
+            logger.exception("request %s can't be started", message.request_id)
+            self.scheduler.stats.requests["error"] += 1
+            self._deliver(
+                [
+                    TokenChunk(
+                        request_id=message.request_id,
+                        first_index=len(message.emitted_token_ids),
+                        token_ids=(),
+                        finish_reason="abort",
+                    )
+                ]
+            )

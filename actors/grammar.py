@@ -40,10 +40,11 @@ class Grammars:
         self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
         self._verdicts: dict[Guide, str] = {}
         self._probing = threading.Lock()
+        self._compiling = threading.Lock()
 
     def check(self, guide: Guide) -> None:
-        """Raises `RequestRejected` where `guide` is invalid, too long, or takes too much to
-        compile. Takes up to a second for a guide that is new.
+        """Compile `guide`, for `start` to find. Raises `RequestRejected` where it is invalid, too
+        long, or takes too much to compile. Takes up to a second, unless `is_ready`.
         """
         check_length(guide)
         verdict = self._verdicts.get(guide)
@@ -57,6 +58,12 @@ class Grammars:
                     del self._verdicts[next(iter(self._verdicts))]
         if verdict:
             raise RequestRejected(verdict, FIELDS[guide.kind])
+        self._matcher(guide)
+
+    def is_ready(self, guide: Guide) -> bool:
+        """Whether `check` lets the guide pass at once."""
+        with self._compiling:
+            return guide in self._compiled and self._verdicts.get(guide) == ""
 
     def close(self) -> None:
         """End the process that `check` may have started."""
@@ -64,23 +71,29 @@ class Grammars:
             self._probe.close()
 
     def start(self, guide: Guide) -> "GrammarState":
-        """The state of a new request. Only for a guide that `check` lets pass: compiling another
-        may take any time, or the process. Raises `RequestRejected` where it is invalid.
+        """The state of a new request. Only for a guide that `check` lets pass, soon after that:
+        compiling another may take any time, or the process. Raises `RequestRejected` where it is
+        invalid.
         """
         return GrammarState(
             self._compiler, self._matcher(guide), renew=lambda: self._renewed(guide)
         )
 
     def _matcher(self, guide: Guide) -> LLMatcher:
-        if guide not in self._compiled:
-            self._compiled[guide] = self._compiler.compile(guide)
+        with self._compiling:
+            known = self._compiled.get(guide)
+        # Outside of the lock: whoever starts a request waits for no other's grammar.
+        compiled = known or self._compiler.compile(guide)
+        with self._compiling:
+            self._compiled[guide] = compiled
+            self._compiled.move_to_end(guide)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(guide)
-        return self._compiled[guide].deep_copy()
+            return compiled.deep_copy()
 
     def _renewed(self, guide: Guide) -> LLMatcher:
-        self._compiled.pop(guide, None)
+        with self._compiling:
+            self._compiled.pop(guide, None)
         return self._matcher(guide)
 
 

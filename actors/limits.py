@@ -1,6 +1,5 @@
 """What an engine can serve at all. The server asks before it queues, the engine before it runs."""
 
-import math
 from collections.abc import Sequence
 
 from actors.config import EngineConfig
@@ -21,6 +20,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_p", 0, 1),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
+    # A logit times or by it stays finite.
+    ("repetition_penalty", 0.01, 100),
     ("seed", -(2**63), 2**63 - 1),
     ("choice", 0, 2**31 - 1),
     ("logprobs", 0, MAX_LOGPROBS),
@@ -72,11 +73,6 @@ def check_sampling(config: EngineConfig, sampling: SamplingParams) -> None:
     if not 0 < sampling.top_p <= 1:
         raise RequestRejected(
             f"top_p is {sampling.top_p}, it must be above 0 and at most 1", "top_p"
-        )
-    penalty = sampling.repetition_penalty
-    if not 0 < penalty < math.inf:
-        raise RequestRejected(
-            f"repetition_penalty is {penalty}, it must be above 0 and finite", "repetition_penalty"
         )
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise RequestRejected(

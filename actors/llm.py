@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from actors.config import EngineConfig
 from actors.engine import Engine
 from actors.errors import ConfigError, EngineDead
-from actors.limits import check_request
 from actors.messages import (
     FinishReason,
     GenerateRequest,
@@ -140,7 +139,7 @@ class LLM:
         num_first = len(requests) if max_in_flight is None else max_in_flight
         first, held_back = requests[:num_first], requests[num_first:]
         for request in held_back:
-            check_request(self.config, request)
+            self._engine.check(request)
         self._batch = _Batch(held_back=deque(held_back), on_finish=on_finish or _ignore)
         for request in first:
             self._batch.submitted(request)

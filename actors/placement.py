@@ -62,8 +62,13 @@ class RayShardGroup:
         try:
             rendezvous = None
             if len(self.actors) > 1:
-                rendezvous = ray.get(self.actors[0].rendezvous.remote())
-            ray.get([shard.load.remote(rendezvous) for shard in self.actors])
+                rendezvous = ray.get(
+                    self.actors[0].rendezvous.remote(), timeout=config.load_timeout_s
+                )
+            ray.get(
+                [shard.load.remote(rendezvous) for shard in self.actors],
+                timeout=config.load_timeout_s,
+            )
         except BaseException:
             self.close()
             raise

@@ -6,6 +6,10 @@ from actors.grammar import GrammarState
 from actors.messages import FinishReason, GenerateRequest, SpeculationStats, TokenLogprobs
 from actors.prefix import HashChain
 
+# What counts as progress between two crashes. A replay alone emits a token or a block, also where
+# what comes behind it kills.
+PROGRESS_TOKENS = 16
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -23,8 +27,8 @@ class Request:
     full pages. `cached_tokens` is how much of the prompt was cached when it first started.
     `prompt_logprobs`, if asked for, are those of the computed prompt behind its first token.
 
-    `num_crashes` counts the crashes of the device that it saw without having emitted anything since
-    the one before, when it had emitted `emitted_at_crash`.
+    `num_crashes` counts the crashes of the device that it saw without progress since the one
+    before, when it had emitted `emitted_at_crash`.
 
     A `grammar`, if there is one, stands behind what was emitted; then `drafts` are those that the
     last row proposed.
@@ -166,10 +170,14 @@ class Request:
         self.prefill_len = self.num_tokens
         self.prompt_logprobs.clear()
 
+    @property
+    def progressed(self) -> bool:
+        """Whether it has emitted enough since the last crash to be above suspicion."""
+        return len(self.output_token_ids) >= self.emitted_at_crash + PROGRESS_TOKENS
+
     def count_crash(self) -> None:
         """Count a crash of the device while it ran."""
-        progressed = len(self.output_token_ids) > self.emitted_at_crash
-        self.num_crashes = 0 if progressed else self.num_crashes + 1
+        self.num_crashes = 0 if self.progressed else self.num_crashes + 1
         self.emitted_at_crash = len(self.output_token_ids)
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:

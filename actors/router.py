@@ -66,7 +66,7 @@ class Router:
         served, `EngineOverloaded` where `max_requests` are in, `EngineDead` where the engine is
         lost.
         """
-        if request.sampling.guide is not None:  # which takes its time; the next check knows it
+        if not self._engine.is_ready(request):
             await asyncio.to_thread(self._engine.check, request)
         # Known to the engine's thread before the failure is looked at: a failure after that look
         # finds this stream.
@@ -140,7 +140,7 @@ class Router:
         self._thread.join(_LAST_STEP_S)
         if self._thread.is_alive():  # in a step that does not end: its ranks end it
             self._supervisor.shards.close()
-            self._thread.join()
+            self._thread.join(_LAST_STEP_S)
 
     def _drive(self, ready: "Future[Supervisor[RayShardGroup]]") -> None:
         """The engine's thread: places the shards, steps them, replaces them, ends them."""

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Given the ids of the requests that a step would compute, the one to leave out of it, if any.
 LeaveOut = Callable[[Sequence[str]], str | None]
-# So many crashes without a token make a request run alone, to see whether it is the cause.
+# So many crashes without progress make a request run alone, to see whether it is the cause.
 _SUSPECT_AFTER = 2
 
 
@@ -189,7 +189,7 @@ class Scheduler:
         """The device has crashed and has lost everything; whatever runs is computed anew, from what
         was emitted.
 
-        A request that ran through two crashes without a token between them runs alone, and if the
+        A request that ran through two crashes without progress between them runs alone, and if the
         device crashes again it is given up: returns the last chunks of those, which say `abort`.
         """
         self._unread.clear()
@@ -333,7 +333,7 @@ class Scheduler:
         sampling = request.message.sampling
         first_index = len(request.output_token_ids)
         kept = request.append(sampled)
-        if request in self._suspects:
+        if request in self._suspects and request.progressed:
             self._suspects.remove(request)
         if request.grammar is not None:
             request.grammar.commit(kept)

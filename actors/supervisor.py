@@ -8,10 +8,11 @@ from actors.config import EngineConfig
 from actors.engine import Engine, ShardGroup
 from actors.errors import EngineDead, ShardsLost
 from actors.messages import TokenChunk
+from actors.request import PROGRESS_TOKENS
 
 logger = logging.getLogger(__name__)
 
-# In a row, without a token between them. A request that crashes whatever it runs on takes three
+# In a row, without progress between them. A request that crashes whatever it runs on takes three
 # until it is given up, and another one that came with it one more.
 MAX_LOSSES = 5
 
@@ -68,6 +69,8 @@ class Supervisor(Generic[Shards]):
             try:
                 self.shards.close()
                 self.shards = self._make_shards()
+                if self.engine.is_stopped:
+                    break
                 self.engine.restart(self.shards)
                 self.engine.warm_up(self._on_progress)
             except Exception as another:
@@ -78,9 +81,10 @@ class Supervisor(Generic[Shards]):
         self.is_recovering = False
 
     def _count(self, loss: Exception) -> None:
-        """Raises `EngineDead` where there were too many losses without a token between them."""
+        """Raises `EngineDead` where there were too many losses without progress between them."""
         num_emitted = self.engine.scheduler.stats.output_tokens
-        self._num_losses = self._num_losses + 1 if num_emitted == self._emitted_at_loss else 1
+        progressed = num_emitted >= self._emitted_at_loss + PROGRESS_TOKENS
+        self._num_losses = 1 if progressed else self._num_losses + 1
         self._emitted_at_loss = num_emitted
         if self._num_losses > MAX_LOSSES:
             raise EngineDead(f"lost its shards {MAX_LOSSES + 1} times in a row: {loss}") from loss

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
@@ -30,7 +30,7 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
                 async for item in stream:
                     await free[index].acquire()
                     queue.put_nowait((index, item))
-        except Exception as error:
+        except BaseException as error:  # a cancelled call of Ray's too
             queue.put_nowait(_End(error))
         else:
             queue.put_nowait(_End())

@@ -49,7 +49,7 @@ class SamplingFields(GuideFields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, _Finite, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, _Finite, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     bad_words: Annotated[list[_Word], Field(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None

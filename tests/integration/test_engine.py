@@ -114,13 +114,15 @@ def test_eight_requests_together_equal_one_at_a_time(
         pool = run.engine.scheduler.pool
         assert pool.num_free == pool.num_usable
         assert max(len(call) for call in run.calls) == 8
-        assert max(max(sizes) for sizes in run.shard.sizes) < 4096
+        # How they are sampled comes with their first rows, and not again.
+        assert max(max(sizes) for sizes in run.shard.sizes) < 8192
+        assert max(run.shard.sizes[-1]) < 1024
 
 
 def test_decoding_requests_emit_in_every_step_of_a_chunked_prefill(
     prompts: list[list[int]], alone: list[tuple[int, ...]], plain: LLM, assert_equal: Compare
 ) -> None:
-    long_prompt = [token for prompt in prompts for token in prompt][:150]
+    long_prompt = [token for prompt in prompts for token in reversed(prompt)][:150]
     sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     (expected,) = plain.generate([long_prompt], sampling)
     # Running ahead, the decoding request would sometimes wait at its optimistic limit.

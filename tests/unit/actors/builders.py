@@ -93,6 +93,7 @@ def engine_config(
         exact=False,
         late_compile="log",
         warm_up_timeout_s=10.0,
+        load_timeout_s=10.0,
         debug_logits_dir=None,
         buckets=Buckets(
             decode_sequences=doublings(1, max_num_seqs),

@@ -497,8 +497,7 @@ class Simulation:
             held = {page for other in self.running for page in other.pages}
             if needed <= self.num_free - len(set(shared) - held):
                 break
-            priority = client.message.priority
-            if not self.preempt([c for c in self.running if c.message.priority > priority]):
+            if not self.preempt([c for c in self.running if c.order > client.order]):
                 return False
         assert client == min(self.waiting, key=lambda other: other.order)
         self.waiting.remove(client)

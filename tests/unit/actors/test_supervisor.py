@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.errors import EngineDead
 from actors.messages import (
@@ -69,7 +71,9 @@ class MortalShards:
 class World:
     """A supervisor, every group of ranks it made, and what its clients got."""
 
-    def __init__(self, faults: Iterable[Fault | Exception], ahead: bool = True) -> None:
+    def __init__(
+        self, faults: Iterable[Fault | Exception], ahead: bool = True, **changes: int
+    ) -> None:
         """Each group that is made has the next of `faults`, or is not made but raises it; behind
         them, groups have none."""
         self.faults = iter(faults)
@@ -77,7 +81,9 @@ class World:
         self.num_tries = 0
         self.chunks: dict[str, list[TokenChunk]] = {}
         self.waiting_for: set[str] = set()
-        config = engine_config(num_drafts=0, async_scheduling=ahead, max_num_batched_tokens=16)
+        # Pages for one request at its longest.
+        limits = {"max_model_len": 64, "max_num_batched_tokens": 16, "num_kv_pages": 17} | changes
+        config = engine_config(num_drafts=0, async_scheduling=ahead, **limits)
         self.supervisor = Supervisor(config, self.make, self.deliver)
 
     def make(self) -> MortalShards:
@@ -165,11 +171,81 @@ def test_a_request_that_kills_is_given_up_and_the_others_are_not() -> None:
 
 def test_who_makes_progress_is_no_suspect() -> None:
     """However often ranks are lost."""
-    request = generate_request("long", 3, max_tokens=24)
-    world = World([in_step(4) for _ in range(30)])
+    request = generate_request("long", 3, max_tokens=200)
+    world = World([in_step(30) for _ in range(30)], max_model_len=208, num_kv_pages=53)
     world.run(request)
     world.assert_whole(request)
-    assert world.supervisor.engine.scheduler.stats.recoveries > 2 * MAX_LOSSES
+    assert world.supervisor.engine.scheduler.stats.recoveries > MAX_LOSSES
+
+
+def test_a_request_that_kills_behind_its_first_token_is_given_up() -> None:
+    """A replay emits one again each time, which is no progress."""
+
+    def poisoned_decode(plan: StepPlan) -> bool:
+        return bool(poisoned_slots(plan) & {row.slot for row in plan.decode})
+
+    def poisoned_slots(plan: StepPlan) -> set[int]:
+        slots.update(row.slot for row in plan.prefill if POISON in row.token_ids)
+        slots.difference_update(
+            row.slot for row in plan.prefill if row.fresh and POISON not in row.token_ids
+        )
+        return slots
+
+    slots: set[int] = set()
+    poison = generate_request("poison", (5, POISON, 5), max_tokens=20)
+    world = World([poisoned_decode] * 10)
+    world.run(*REQUESTS[:2], poison, *REQUESTS[2:])
+    for request in REQUESTS:
+        world.assert_whole(request)
+    assert world.chunks["poison"][-1].finish_reason == "abort"
+    assert world.supervisor.engine.scheduler.stats.recoveries < 6
+
+
+@pytest.mark.parametrize(("first", "second"), [(30, 44), (44, 30)])
+def test_suspects_one_after_the_other_fit_into_the_pages_that_both_do_not(
+    first: int, second: int
+) -> None:
+    requests = [
+        generate_request("a", first, max_tokens=20),
+        generate_request("b", second, max_tokens=20),
+    ]
+    world = World([in_step(1), in_step(1)], max_num_batched_tokens=48)
+    world.run(*requests)
+    for request in requests:
+        world.assert_whole(request)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 23)), min_size=1, max_size=6),
+    deaths=st.lists(st.integers(1, 25), max_size=12),
+    ahead=st.booleans(),
+    budget=st.sampled_from([16, 48]),
+)
+def test_whenever_ranks_are_lost_nobody_gets_a_wrong_token(
+    lengths: list[tuple[int, int]], deaths: list[int], ahead: bool, budget: int
+) -> None:
+    """In a pool of one request's pages, where suspects run alone beside others that wait."""
+    requests = [
+        generate_request(f"r{i}", prompt, max_tokens=tokens)
+        for i, (prompt, tokens) in enumerate(lengths)
+    ]
+    world = World([in_step(number) for number in deaths], ahead, max_num_batched_tokens=budget)
+    try:
+        world.run(*requests)
+    except EngineDead:
+        assert len(deaths) > MAX_LOSSES
+        return
+    world.supervisor.engine.scheduler.check_idle()
+    for request in requests:
+        found: list[int] = []
+        for chunk in world.chunks[request.request_id]:
+            assert chunk.first_index == len(found)
+            found += chunk.token_ids
+        is_whole = world.chunks[request.request_id][-1].finish_reason == "length"
+        assert found == output_of(request)[: len(found)]
+        assert is_whole == (len(found) == request.sampling.max_tokens)
+        assert is_whole or len(deaths) >= 3
 
 
 def test_ranks_that_always_fail_end_the_engine() -> None:

@@ -71,6 +71,7 @@ def test_chat_fields_that_ask_for_nothing_pass() -> None:
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty"),
         ({"logit_bias": {"5": 100.5}}, "logit_bias.5"),
         ({"logit_bias": {"5": float("nan")}}, "logit_bias.5"),

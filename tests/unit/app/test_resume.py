@@ -140,6 +140,63 @@ def test_a_request_in_many_deaths_may_be_their_cause() -> None:
     assert tokens_of(Engines(*[([2], died())] * 8)) == TOKENS
 
 
+@pytest.mark.parametrize("loss", LOSSES, ids=["dead", "actor", "remote"])
+def test_nor_does_a_token_each_time_let_it_go_on_for_ever(loss: Exception) -> None:
+    engines = Engines(*[([1], loss)] * 100)
+    with pytest.raises(type(loss)):
+        tokens_of(engines)
+    assert len(engines.requests) == 16
+
+
+def test_each_engine_knows_it_by_another_id() -> None:
+    engines = Engines(*[([1], EngineDead("gone"))] * 3)
+    tokens_of(engines)
+    ids = [request.request_id for request in engines.requests]
+    assert ids == ["a", "a-2", "a-3", "a-4"]
+
+
+def test_a_call_that_is_queued_for_ever_after_a_loss_is_given_up() -> None:
+    engines = Engines(([2], EngineDead("gone")))
+
+    async def queueing(request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        if request.emitted_token_ids:
+            await asyncio.sleep(60)
+        async for chunk in engines(request):
+            yield chunk
+
+    with pytest.raises(EngineDead, match="gone"):
+        tokens_of(queueing)
+
+
+def test_a_call_that_serve_cancels_goes_on_and_one_that_the_client_cancels_does_not() -> None:
+    engines = Engines()
+
+    async def cancelled_once(request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        if not engines.requests:
+            engines.requests.append(request)
+            raise asyncio.CancelledError
+        async for chunk in engines(request):
+            yield chunk
+
+    assert tokens_of(cancelled_once) == TOKENS
+
+    async def endless(request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        engines.requests.append(request)
+        await asyncio.sleep(60)
+        yield TokenChunk(request_id="a", first_index=0, token_ids=(1,))
+
+    async def cancel() -> None:
+        task = asyncio.create_task(anext(resuming(endless)(generate_request())))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    engines.requests.clear()
+    asyncio.run(cancel())
+    assert len(engines.requests) == 1
+
+
 def test_closing_the_stream_closes_the_engines() -> None:
     engines = Engines()
 
