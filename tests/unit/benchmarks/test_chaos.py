@@ -56,12 +56,13 @@ def test_an_answer_is_its_texts() -> None:
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        ((503, ["no"], False), Failed),
+        ((503, ['{"error": {"message": "gone"}}'], False), Failed),
+        ((500, ["Internal Server Error"], False), Broken),
         ((200, [event("a"), 'data: {"error": {"message": "gone"}}\n\n'], False), Failed),
         ((200, [event("a")], False), Broken),
         ((200, [event("a")], True), Broken),
     ],
-    ids=["status", "error", "no end", "reset"],
+    ids=["status", "proxy", "error", "no end", "reset"],
 )
 def test_a_failure_is_told_from_a_broken_connection(answer: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind):
@@ -83,7 +84,7 @@ def test_a_broken_answer_is_asked_for_again_and_a_failed_one_is_not(
     monkeypatch.setattr("benchmarks.chaos._RETRY_AFTER_S", 0.0)
     whole = (200, [event("a"), event("b"), DONE], False)
     record, stream = Record(), Stream({})
-    client = client_of((200, [event("a")], True), whole, (500, ["no"], False))
+    client = client_of((200, [event("a")], True), whole, (500, ['{"error": {}}'], False))
     assert asyncio.run(answer_of(client, stream, record)) == "ab"
     assert asyncio.run(answer_of(client, stream, record)) is None
     assert (record.answers, record.broken, record.failed) == (1, 1, 1)
