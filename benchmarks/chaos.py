@@ -101,11 +101,11 @@ async def events_of(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGen
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
-                body = (await response.aread()).decode(errors="replace")
-                what = f"status {response.status_code}: {body:.300}"
+                text = (await response.aread()).decode(errors="replace")
+                what = f"status {response.status_code}: {text:.300}"
                 # What the server says is in OpenAI's shape. The proxy in front of one that dies
                 # before an answer has begun knows no other way to break the connection.
-                raise Failed(what) if body.startswith("{") else Broken(what)
+                raise Failed(what) if text.startswith("{") else Broken(what)
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     return
