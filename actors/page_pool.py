@@ -137,10 +137,6 @@ class PagePool:
         """Whether the drafter's half of a held or cached page is complete."""
         return page in self._drafter_valid
 
-    def mark_drafter_valid(self, pages: Iterable[int]) -> None:
-        """Say that every token of these held pages was fed and injected."""
-        self._drafter_valid.update(pages)
-
     def clear_drafter_valid(self) -> None:
         """Every drafter half is lost, as when the drafters were rebuilt."""
         self._drafter_valid.clear()

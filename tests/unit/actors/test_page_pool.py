@@ -129,14 +129,6 @@ class PagePoolMachine(RuleBasedStateMachine):
             if not others:
                 self.hashes[page] = page_hash
 
-    @precondition(lambda self: self.out)
-    @rule(data=st.data())
-    def mark(self, data: st.DataObject) -> None:
-        pages = self.draw_held(data)
-        marked = pages[: data.draw(st.integers(0, len(pages)))]
-        self.pool.mark_drafter_valid(marked)
-        self.valid.update(marked)
-
     @precondition(lambda self: len(self.cached) > 2)
     @rule(is_reset=st.booleans())
     def lose_content(self, is_reset: bool) -> None:
@@ -310,7 +302,7 @@ def test_a_page_that_was_never_published_is_free_at_once() -> None:
     pool = PagePool(4, prefix_caching=True)
     first, other = pool.allocate(2)
     pool.publish(first, A, drafter_valid=True)
-    pool.mark_drafter_valid([other])
+    pool.publish(other, A, drafter_valid=True)  # known by the first already
     pool.free([first, other])
     assert (pool.num_free, pool.num_cached) == (3, 1)
     assert not pool.drafter_valid(other)
@@ -411,14 +403,6 @@ def test_a_page_that_was_not_kept_may_become_valid_and_replace_the_other() -> No
     (second,) = published(pool, A, drafter_valid=False)
     pool.publish(second, A, drafter_valid=True)
     assert lookup(pool, A) == [second]
-
-
-def test_marked_pages_are_valid_when_published() -> None:
-    pool = PagePool(4, prefix_caching=True)
-    (page,) = pool.allocate(1)
-    pool.mark_drafter_valid([page])
-    pool.publish(page, A, drafter_valid=False)
-    assert lookup(pool, A, need_drafter=True) == [page]
 
 
 # ------------------------------------------------------------------------------------- clear
