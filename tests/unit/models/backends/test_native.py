@@ -187,18 +187,18 @@ def test_a_row_of_gated_mlp_is_the_same_in_any_company(
 
 def test_a_handle_frees_the_packed_weight(native: NativeOps) -> None:
     fast, process = NativeOps(exact=False), psutil.Process()
-    weight = seeded(4096, 1024)
+    # Over 32 MiB malloc always maps and unmaps: what is held shows at once, whatever ran before.
+    weight = seeded(4096, 3072)
     size = weight.numel() * weight.element_size()
     kept = [fast.pack(weight)]
     before = process.memory_info().rss
-    kept += [fast.pack(weight) for _ in range(6)]
+    kept += [fast.pack(weight) for _ in range(3)]
     held = process.memory_info().rss - before
-    assert held > 5 * size, "the measure sees no packed weights"
+    assert held > 2 * size, "the measure sees no packed weights"
     kept.clear()
-    for _ in range(6):
+    for _ in range(3):
         fast.pack(weight)
-    # The allocator keeps some of what was freed.
-    assert process.memory_info().rss - before < held / 2
+    assert process.memory_info().rss - before < size
 
 
 def library(agrees_at: Callable[[int], bool]) -> Callable[..., Tensor]:
