@@ -1,8 +1,7 @@
-"""Puts an engine's shards on the cluster and drives them with actor calls.
+"""Puts an engine's shards on the cluster and drives them.
 
-Not with a compiled graph: its channel reads spin, so a shard that waits for its next plan and a
-router that waits for an output each keep a core busy, which are the cores a CPU shard computes
-with (docs/decisions.md has the measurement). What a plain call costs more is a fraction of a step.
+Ray starts and ends them; their steps go over sockets (`actors.channel`), since an actor call and a
+compiled graph, whose readers spin, both take a core's time that a CPU shard computes with.
 """
 
 import logging
@@ -13,6 +12,7 @@ from ray.actor import ActorProxy
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.channel import Address, StepChannels, StepServer
 from actors.config import EngineConfig
 from actors.shard import Shard
 
@@ -30,11 +30,14 @@ def bundles(config: EngineConfig) -> list[dict[str, float]]:
 
 
 class _RayShard(Shard):
-    """A shard as an actor: it answers `ping` during a step."""
+    """A shard as an actor, whose steps do not come through Ray."""
 
-    @ray.method(concurrency_group="health")
-    def ping(self) -> int:
-        return super().ping()
+    def listen(self, driver_node_id: str) -> Address:
+        """Where its steps are taken: not open to other machines where the driver is on this one."""
+        is_near = ray.get_runtime_context().get_node_id() == driver_node_id
+        host = "127.0.0.1" if is_near else ray.util.get_node_ip_address()
+        self._server = StepServer(self.step, host)
+        return self._server.address
 
 
 class RayShardGroup:
@@ -45,7 +48,8 @@ class RayShardGroup:
         self._config = config
         # Until `seal`, a step may compile.
         self._timeout_s = config.warm_up_timeout_s
-        actor = ray.remote(concurrency_groups={"health": 1})(_RayShard)
+        self._channels: StepChannels | None = None
+        actor = ray.remote(_RayShard)
         self.actors: list[ActorProxy[_RayShard]] = [
             actor.options(
                 num_cpus=config.cpus_per_shard,
@@ -69,6 +73,13 @@ class RayShardGroup:
                 [shard.load.remote(rendezvous) for shard in self.actors],
                 timeout=config.load_timeout_s,
             )
+            node_id = ray.get_runtime_context().get_node_id()
+            self._channels = StepChannels(
+                ray.get(
+                    [shard.listen.remote(node_id) for shard in self.actors],
+                    timeout=config.step_timeout_s,
+                )
+            )
         except BaseException:
             self.close()
             raise
@@ -76,12 +87,10 @@ class RayShardGroup:
     def step(self, payload: bytes) -> bytes:
         """See `ShardGroup.step`; every rank computes the same output, rank 0's is returned.
 
-        Raises `ray.exceptions.RayError` where a rank died or missed its deadline, or what a rank's
-        step raised.
+        Raises `StepFailed` where a rank died or raised, `TimeoutError` where it was too slow.
         """
-        outputs = [shard.step.remote(payload) for shard in self.actors]
-        # All are waited for: a dead rank shows here, not as a step of the others that never ends.
-        results: list[bytes] = ray.get(outputs, timeout=self._timeout_s)
+        assert self._channels is not None
+        results = self._channels.step(payload, self._timeout_s)
         if any(result != results[0] for result in results):
             raise RuntimeError("ranks disagree about what a step emitted")
         return results[0]
@@ -99,3 +108,5 @@ class RayShardGroup:
                 ray.kill(shard)
             except ray.exceptions.RayError as error:  # the other ranks must go all the same
                 logger.warning("a shard could not be killed: %s", error)
+        if self._channels is not None:
+            self._channels.hang_up()
