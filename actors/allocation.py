@@ -26,6 +26,7 @@ class Allocation:
         # By slot. One that has ended or was preempted stays while a row of it is unread.
         self.running: dict[int, Request] = {}
         self.pool, self._free_slots = self._all_free()
+        self.has_drafter = config.drafter is not None
         # In this step somebody got no pages: nobody behind takes those that become free for them.
         self._is_short = False
         self._may_admit = True
@@ -39,11 +40,23 @@ class Allocation:
         to compute all known tokens."""
         running, self.running = self.running, {}
         self.pool, self._free_slots = self._all_free()
+        self.has_drafter = self._config.drafter is not None
         for request in running.values():
             request.num_ahead = 0
             if request.finish_reason is None:
                 request.restart()
                 self.enqueue(request)
+
+    def lose_drafter(self) -> None:
+        """The drafter has lost everything, and learns nothing until `regain_drafter`."""
+        self.has_drafter = False
+        self.pool.clear_drafter_valid()
+        for request in self.running.values():
+            request.has_context = False
+
+    def regain_drafter(self) -> None:
+        """Whoever starts from now on has a drafter, which knows nothing of the others."""
+        self.has_drafter = True
 
     def candidates(self, only: Request | None = None) -> list[Request]:
         """In order, all that a new step may compute: to be run through once, each with `admit` or
@@ -78,7 +91,9 @@ class Allocation:
         self.waiting.remove(request)
         self.pool.share(shared)
         slot = self._free_slots.pop()
-        request.start(slot, [*shared, *self._take(needed)], start)
+        pages = [*shared, *self._take(needed)]
+        has_context = self.has_drafter and all(map(self.pool.drafter_valid, shared))
+        request.start(slot, pages, start, has_context=has_context)
         self.running[slot] = request
         if request.cached_tokens is None:
             request.cached_tokens = start
@@ -109,7 +124,7 @@ class Allocation:
             self.pool.publish(
                 request.pages[i],
                 request.chain.hashes[i],
-                drafter_valid=self._config.drafter is not None,
+                drafter_valid=request.has_context,
             )
         request.num_published = full
 
@@ -166,7 +181,8 @@ class Allocation:
         assert request.chain is not None
         most = (request.prefill_len - 1) // self._config.block_size
         return self.pool.lookup(
-            islice(request.chain.hashes, most), need_drafter=request.max_drafts > 0
+            islice(request.chain.hashes, most),
+            need_drafter=self.has_drafter and request.max_drafts > 0,
         )
 
     @staticmethod

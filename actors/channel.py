@@ -101,22 +101,34 @@ class StepChannels:
         Raises `StepFailed` as soon as any rank fails or is gone: the others may then never answer,
         and `TimeoutError` where one does not answer in time.
         """
+        self.send(payload)
         deadline = time.monotonic() + timeout_s
         answers: dict[Connection, bytes] = {}
+        while waiting := [c for c in self._connections if c not in answers]:
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                ranks = [self._connections.index(c) for c in waiting]
+                raise TimeoutError(f"ranks {ranks} did not answer within {timeout_s:g} s")
+            for connection in waiting:
+                if connection in ready:
+                    answers[connection] = self._answer(connection)
+        return [answers[connection] for connection in self._connections]
+
+    def send(self, payload: bytes) -> None:
+        """Begin a step that is not waited for. Raises `StepFailed` where a rank is gone."""
         try:
             for connection in self._connections:
                 connection.send_bytes(payload)
-            while waiting := [c for c in self._connections if c not in answers]:
-                ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    ranks = [self._connections.index(c) for c in waiting]
-                    raise TimeoutError(f"ranks {ranks} did not answer within {timeout_s:g} s")
-                for connection in waiting:
-                    if connection in ready:
-                        answers[connection] = self._checked(connection)
-        except (EOFError, ConnectionError) as error:
+        except OSError as error:
             raise StepFailed(f"a rank is gone: {error!r}") from error
-        return [answers[connection] for connection in self._connections]
+
+    def check(self) -> None:
+        """Take in what ranks have answered to `send`. Raises `StepFailed` where one has failed or
+        is gone."""
+        for connection in wait(self._connections, 0):
+            assert isinstance(connection, Connection)
+            while connection.poll():
+                self._answer(connection)
 
     def hang_up(self) -> None:
         """End a `step` that may be waiting on another thread; what comes after it fails too."""
@@ -125,8 +137,11 @@ class StepChannels:
             with suppress(OSError), _socket_of(connection) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _checked(self, connection: Connection) -> bytes:
-        answer = connection.recv_bytes()
+    def _answer(self, connection: Connection) -> bytes:
+        try:
+            answer = connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise StepFailed(f"a rank is gone: {error!r}") from error
         if answer[:1] != _OK:
             rank = self._connections.index(connection)
             raise StepFailed(f"rank {rank}: {answer[1:].decode(errors='replace')}")

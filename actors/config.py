@@ -6,7 +6,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from actors.errors import ConfigError
 from models import hub
 from models.config import (
+    DecoderConfig,
     DrafterConfig,
     TargetConfig,
     check_pairing,
@@ -45,12 +46,17 @@ class SpeculativeConfig(_Frozen):
 
     An `adaptive` engine verifies as many of them per step as its own measurements say is fastest,
     at high load none; otherwise it always verifies all. Tokens are the same either way.
+
+    The ranks of a `colocated` drafter live in those of the target. A `dedicated` one has
+    `tensor_parallel_size` (default 1) ranks of its own, whose loss costs speed and nothing else.
     """
 
     method: Literal["dflash"]
     model: str
     num_speculative_tokens: int | None = Field(default=None, ge=1)
     adaptive: bool = True
+    placement: Literal["colocated", "dedicated"] = "colocated"
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
 
 
 class BucketArgs(_Frozen):
@@ -86,7 +92,8 @@ class EngineArgs(_Frozen):
     `pin_threads` keeps each rank of an engine on cores of its own, counted from the first: for one
     engine per machine. `step_timeout_s` is how long a shard may take for one step before it counts
     as wedged, `warm_up_timeout_s` the same for a step of warm-up, which compiles, and
-    `load_timeout_s` for placing the shards and reading the weights.
+    `load_timeout_s` for placing the shards and reading the weights; `exchange_timeout_s` how long a
+    step waits for dedicated drafters before it goes on without them.
     `async_scheduling` plans and submits a step before the output of the one before it was read.
     `enable_prefix_caching` shares the KV of equal beginnings of prompts between requests.
     A served stream gets its tokens every `stream_interval_s`, the first and last at once; 0 sends
@@ -119,6 +126,7 @@ class EngineArgs(_Frozen):
     late_compile: Literal["log", "error"] = "log"
     warm_up_timeout_s: float = Field(default=600.0, gt=0)
     load_timeout_s: float = Field(default=1800.0, gt=0)
+    exchange_timeout_s: float = Field(default=30.0, gt=0)
     buckets: BucketArgs = BucketArgs()
     debug_logits_dir: str | None = Field(default=None, min_length=1)
     profile_num_layers: int | None = Field(default=None, ge=1)
@@ -141,6 +149,8 @@ class EngineConfig(_Frozen):
     drafter_path: Path | None
     drafter: DrafterConfig | None
     adaptive_drafts: bool
+    drafter_parallel_size: int
+    is_dedicated: bool
     tensor_parallel_size: int
     dtype: DType
     max_model_len: int
@@ -157,6 +167,7 @@ class EngineConfig(_Frozen):
     late_compile: Literal["log", "error"]
     warm_up_timeout_s: float
     load_timeout_s: float
+    exchange_timeout_s: float
     buckets: Buckets
     debug_logits_dir: Path | None
     async_scheduling: bool
@@ -209,6 +220,8 @@ class EngineConfig(_Frozen):
             drafter_path=drafter_path,
             drafter=drafter,
             adaptive_drafts=bool(args.speculative_config and args.speculative_config.adaptive),
+            drafter_parallel_size=_drafter_parallel_size(args),
+            is_dedicated=_is_dedicated(args),
             tensor_parallel_size=args.tensor_parallel_size,
             dtype=dtype,
             max_model_len=max_model_len,
@@ -225,6 +238,7 @@ class EngineConfig(_Frozen):
             late_compile=args.late_compile,
             warm_up_timeout_s=args.warm_up_timeout_s,
             load_timeout_s=args.load_timeout_s,
+            exchange_timeout_s=args.exchange_timeout_s,
             debug_logits_dir=Path(args.debug_logits_dir).absolute()
             if args.debug_logits_dir
             else None,
@@ -233,6 +247,11 @@ class EngineConfig(_Frozen):
             enable_prefix_caching=args.enable_prefix_caching,
             stream_interval_s=args.stream_interval_s,
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one engine, dedicated drafters included."""
+        return self.tensor_parallel_size + self.is_dedicated * self.drafter_parallel_size
 
     @property
     def num_drafts(self) -> int:
@@ -275,12 +294,32 @@ def resolve_served(args: Mapping[str, Any]) -> tuple[EngineConfig, bool]:
 
 
 def kv_bytes_per_page(
-    target: TargetConfig, drafter: DrafterConfig | None, dtype: DType, block_size: int, tp: int
+    decoders: Sequence[DecoderConfig], dtype: DType, block_size: int, tp: int
 ) -> int:
-    """Bytes one page takes on one rank, target and drafter layers together (heads padded)."""
-    decoders = [target.decoder] + ([drafter.decoder] if drafter else [])
+    """Bytes one page takes on one rank, in all layers of these decoders (heads padded)."""
     values = sum(2 * d.num_layers * -(-d.num_kv_heads // tp) * d.head_dim for d in decoders)
     return values * block_size * _DTYPE_BYTES[dtype]
+
+
+def _is_dedicated(args: EngineArgs) -> bool:
+    speculative = args.speculative_config
+    return speculative is not None and speculative.placement == "dedicated"
+
+
+def _drafter_parallel_size(args: EngineArgs) -> int:
+    """0 without a drafter."""
+    speculative = args.speculative_config
+    if speculative is None:
+        return 0
+    wanted, target_size = speculative.tensor_parallel_size, args.tensor_parallel_size
+    if speculative.placement == "dedicated":
+        return wanted or 1
+    if wanted not in (None, target_size):
+        raise ConfigError(
+            f"speculative_config.tensor_parallel_size is {wanted}; a colocated drafter has the "
+            f"target's {target_size} ranks (or set placement: dedicated)"
+        )
+    return target_size
 
 
 def _dtype(args: EngineArgs, target: TargetConfig) -> DType:
@@ -374,7 +413,7 @@ def _num_kv_pages(
         num_pages = args.num_kv_pages
     else:
         budget = args.kv_cache_memory_bytes or _DEFAULT_KV_CACHE_BYTES
-        page = kv_bytes_per_page(target, drafter, dtype, args.block_size, args.tensor_parallel_size)
+        page = _kv_bytes_per_page(args, target, drafter, dtype)
         num_pages = min(budget // page, args.max_num_seqs * per_request + 1)
     if num_pages < per_request + 1:
         raise ConfigError(
@@ -383,6 +422,20 @@ def _num_kv_pages(
             f"kv_cache_memory_bytes, or lower max_model_len"
         )
     return num_pages
+
+
+def _kv_bytes_per_page(
+    args: EngineArgs, target: TargetConfig, drafter: DrafterConfig | None, dtype: DType
+) -> int:
+    """On the rank that keeps most."""
+    size, page = args.tensor_parallel_size, args.block_size
+    if drafter is None or not _is_dedicated(args):
+        decoders = [target.decoder] + ([drafter.decoder] if drafter else [])
+        return kv_bytes_per_page(decoders, dtype, page, size)
+    return max(
+        kv_bytes_per_page([target.decoder], dtype, page, size),
+        kv_bytes_per_page([drafter.decoder], dtype, page, _drafter_parallel_size(args)),
+    )
 
 
 def _describe(error: Any) -> str:

@@ -31,8 +31,36 @@ logger = logging.getLogger(__name__)
 _TIMED_RUNS = 3
 
 
+# How often an idle engine with dedicated drafters looks after them.
+_DRAFTER_WATCH_S = 1.0
+
+
+class DrafterGroup(Protocol):
+    """The dedicated drafters of an engine: those that take part in its steps, or their successors.
+
+    Whoever was lost is replaced without being asked for.
+    """
+
+    def are_joined(self) -> bool:
+        """Whether they take part."""
+
+    def are_waiting(self) -> bool:
+        """Whether others are ready to `join`."""
+
+    def join(self) -> None:
+        """Let those that wait take part from the next step on; no output may be unread. Where that
+        fails they are lost."""
+
+    def lose(self) -> None:
+        """The target's ranks have lost them: end all of them."""
+
+
 class ShardGroup(Protocol):
-    """All ranks of one engine, driven in lockstep."""
+    """All ranks of one engine, driven in lockstep. `drafters` is None where they are not
+    dedicated."""
+
+    @property
+    def drafters(self) -> DrafterGroup | None: ...
 
     def step(self, payload: bytes) -> bytes:
         """Submit an encoded `StepPlan` to every rank; the encoded output of the step before.
@@ -142,12 +170,14 @@ class Engine:
     def run(self) -> None:
         """Step while there is work, sleep while there is none, until `stop`.
 
+        Dedicated drafters are looked after meanwhile.
+
         Raises `ShardsLost` where a rank was lost, and then `restart` lets it go on; `EngineDead`
         where an output does not fit its plan, and then nothing does.
         """
         while True:
             with self._wake:
-                self._wake.wait_for(self._is_due)
+                self._wake.wait_for(self._is_due, _DRAFTER_WATCH_S if self._drafters else None)
                 if self._stopped:
                     return
                 loss = self._loss
@@ -175,6 +205,8 @@ class Engine:
         left, a step to read included. Raises `EngineDead` where the shards failed.
         """
         self._read_inbox()
+        if self._drafters is not None:
+            self._look_after(self._drafters)
         if not self.scheduler.has_work:
             return False
         plan = self._schedule()
@@ -203,11 +235,29 @@ class Engine:
         old.stats.requests["abort"] += old.num_requests
         self._exchange(StepPlan(step=0))
 
+    @property
+    def _drafters(self) -> DrafterGroup | None:
+        return self._shards.drafters if self.config.is_dedicated else None
+
+    def _look_after(self, drafters: DrafterGroup) -> None:
+        """Let speculation end and begin with dedicated drafters."""
+        if self.scheduler.has_drafter and not drafters.are_joined():
+            self.scheduler.lose_drafter()
+        if not self.scheduler.has_drafter and drafters.are_waiting():
+            if self.scheduler.num_unread:
+                self._run(StepPlan(step=0))
+            drafters.join()
+            if drafters.are_joined():
+                self.scheduler.regain_drafter()
+
     def _time_steps(self) -> None:
         """Measure, on padding, what each choice of `actors.speculation` costs."""
         ladder, speculation = self.scheduler.ladder, self.scheduler.speculation
         for decode_rows, num_drafts in product(ladder.decode_rows, speculation.choices):
             bucket = ladder.decode_step(decode_rows, num_drafts)
+            if self._drafters is not None:
+                # A step begins behind the exchange of the one before, so that is in its time.
+                self._run_padding(bucket)
             seconds = min(self._run_padding(bucket) for _ in range(_TIMED_RUNS))
             speculation.observe_time(decode_rows, num_drafts, seconds)
 
@@ -257,6 +307,8 @@ class Engine:
             raise ShardsLost(f"a shard failed in step {plan.step}: {error!r}") from error
         with self._fatal(plan):
             output = decode_output(answer)
+        if output is not None and output.drafters_lost and self._drafters is not None:
+            self._drafters.lose()
         if self._trace is not None and output is not None:
             self._trace.instant("read", "engine", step=output.step)
         return output

@@ -88,6 +88,11 @@ class LLM:
                 f"tensor_parallel_size is {self.config.tensor_parallel_size}; LLM runs one rank "
                 "in one process, use `serve run` for more"
             )
+        if self.config.is_dedicated:
+            raise ConfigError(
+                "speculative_config.placement is dedicated; LLM runs one rank in one process, use "
+                "`serve run` for more"
+            )
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._batch = _Batch()
         self._shard = Shard(self.config, rank=0, trace=trace)

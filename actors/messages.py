@@ -288,7 +288,8 @@ class StepOutput:
     `logprobs[i]` are those of its tokens, and `prompt_logprobs[j]` those of the tokens that stand
     behind the j-th prefill row's, without the one that a `last` row emits; both are empty where
     the bucket asks for none. `drafts[i]` are those that the i-th row of a guided step proposed.
-    `late_compiles` counts compilations since warm-up, which should be none.
+    `late_compiles` counts compilations since warm-up, which should be none. `drafters_lost`: when
+    the step began there were no dedicated drafters any more to propose behind it.
     """
 
     step: int
@@ -298,6 +299,7 @@ class StepOutput:
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     drafts: tuple[tuple[int, ...], ...] = ()
     late_compiles: int = 0
+    drafters_lost: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -31,6 +31,7 @@ class EngineMetrics:
                 ("dflash_evicted_pages", "Cached pages that made room for others.", ()),
                 ("dflash_preemptions", "Running requests that made room for others.", ()),
                 ("dflash_recoveries", "Lost shards that were replaced.", ()),
+                ("dflash_drafter_losses", "Dedicated drafters that were lost.", ()),
                 ("dflash_late_compiles", "Compilations after warm-up; should be none.", ()),
                 (
                     "dflash_accepted_tokens_per_position",
@@ -52,6 +53,7 @@ class EngineMetrics:
         self._add("dflash_evicted_pages", stats.evicted_pages)
         self._add("dflash_preemptions", stats.preemptions)
         self._add("dflash_recoveries", stats.recoveries)
+        self._add("dflash_drafter_losses", stats.drafter_losses)
         self._add("dflash_late_compiles", stats.late_compiles)
         for outcome, count in list(stats.requests.items()):
             self._add("dflash_requests", count, {"outcome": outcome})

@@ -6,14 +6,17 @@ compiled graph, whose readers spin, both take a core's time that a CPU shard com
 
 import logging
 import os
+from typing import Any
 
 import ray
-from ray.actor import ActorProxy
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.channel import Address, StepChannels, StepServer
 from actors.config import EngineConfig
+from actors.drafter_shard import DrafterShard
+from actors.drafters import RayDrafters, kill
+from actors.rank import Rank
 from actors.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -24,20 +27,36 @@ _SPIN_COUNT = os.environ.get("GOMP_SPINCOUNT", "200000")
 
 
 def bundles(config: EngineConfig) -> list[dict[str, float]]:
-    """One engine's placement group: the router in bundle 0, rank r in bundle 1 + r."""
+    """One engine's placement group: the router in bundle 0, then the target's ranks, then those of
+    a dedicated drafter."""
     shard = {"CPU": config.cpus_per_shard}
-    return [{"CPU": ROUTER_CPUS}, *[shard] * config.tensor_parallel_size]
+    return [{"CPU": ROUTER_CPUS}, *[shard] * config.num_ranks]
 
 
-class _RayShard(Shard):
-    """A shard as an actor, whose steps do not come through Ray."""
+class _RayRank(Rank):
+    """What ranks can do as actors. Their steps do not come through Ray."""
 
     def listen(self, driver_node_id: str) -> Address:
         """Where its steps are taken: not open to other machines where the driver is on this one."""
-        is_near = ray.get_runtime_context().get_node_id() == driver_node_id
-        host = "127.0.0.1" if is_near else ray.util.get_node_ip_address()
-        self._server = StepServer(self.step, host)
+        self._server = StepServer(self.step, _host_for(driver_node_id))
         return self._server.address
+
+
+class _RayShard(_RayRank, Shard):
+    pass
+
+
+class _RayDrafterShard(_RayRank, DrafterShard):
+    def meeting_point(self, driver_node_id: str) -> str:
+        """Where the ranks of target and drafter are to meet, see `open_exchange`."""
+        return self.open_exchange(_host_for(driver_node_id))
+
+
+def _host_for(node_id: str) -> str:
+    """The address of this machine for those on that node."""
+    if ray.get_runtime_context().get_node_id() == node_id:
+        return "127.0.0.1"
+    return str(ray.util.get_node_ip_address())
 
 
 class RayShardGroup:
@@ -45,41 +64,17 @@ class RayShardGroup:
 
     def __init__(self, config: EngineConfig, group: PlacementGroup) -> None:
         """Place and load every rank. Raises what a rank raised, with all ranks ended."""
-        self._config = config
+        self._config, self._group = config, group
         # Until `seal`, a step may compile.
         self._timeout_s = config.warm_up_timeout_s
         self._channels: StepChannels | None = None
-        actor = ray.remote(_RayShard)
-        self.actors: list[ActorProxy[_RayShard]] = [
-            actor.options(
-                num_cpus=config.cpus_per_shard,
-                max_restarts=0,
-                # How long threads wait awake for each other at the end of a parallel region; read
-                # once, when the worker loads torch (docs/decisions.md).
-                runtime_env={"env_vars": {"GOMP_SPINCOUNT": _SPIN_COUNT}},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=1 + rank
-                ),
-            ).remote(config, rank)
-            for rank in range(config.tensor_parallel_size)
-        ]
+        self.drafters: RayDrafters | None = None
+        size = config.tensor_parallel_size
+        self.actors = [self._place(_RayShard, rank, 1 + rank) for rank in range(size)]
         try:
-            rendezvous = None
-            if len(self.actors) > 1:
-                rendezvous = ray.get(
-                    self.actors[0].rendezvous.remote(), timeout=config.load_timeout_s
-                )
-            ray.get(
-                [shard.load.remote(rendezvous) for shard in self.actors],
-                timeout=config.load_timeout_s,
-            )
-            node_id = ray.get_runtime_context().get_node_id()
-            self._channels = StepChannels(
-                ray.get(
-                    [shard.listen.remote(node_id) for shard in self.actors],
-                    timeout=config.step_timeout_s,
-                )
-            )
+            if config.is_dedicated:
+                self.drafters = RayDrafters(config, self._place_drafters, self.actors)
+            self._load()
         except BaseException:
             self.close()
             raise
@@ -90,6 +85,8 @@ class RayShardGroup:
         Raises `StepFailed` where a rank died or raised, `TimeoutError` where it was too slow.
         """
         assert self._channels is not None
+        if self.drafters is not None:
+            self.drafters.post(payload)
         results = self._channels.step(payload, self._timeout_s)
         if any(result != results[0] for result in results):
             raise RuntimeError("ranks disagree about what a step emitted")
@@ -104,9 +101,46 @@ class RayShardGroup:
         """Kill every rank: one that waits in a collective for a dead peer would never end."""
         actors, self.actors = self.actors, []
         for shard in actors:
-            try:
-                ray.kill(shard)
-            except ray.exceptions.RayError as error:  # the other ranks must go all the same
-                logger.warning("a shard could not be killed: %s", error)
+            kill(shard)
         if self._channels is not None:
             self._channels.hang_up()
+        if self.drafters is not None:
+            self.drafters.close()
+
+    def _load(self) -> None:
+        timeout_s = self._config.load_timeout_s
+        rendezvous = None
+        if len(self.actors) > 1:
+            rendezvous = ray.get(self.actors[0].rendezvous.remote(), timeout=timeout_s)
+        ray.get([shard.load.remote(rendezvous) for shard in self.actors], timeout=timeout_s)
+        node_id = ray.get_runtime_context().get_node_id()
+        self._channels = StepChannels(
+            ray.get([shard.listen.remote(node_id) for shard in self.actors], timeout=timeout_s)
+        )
+        if self.drafters is not None:
+            self.drafters.wait()
+            self.drafters.join()
+
+    def _place_drafters(self) -> list[Any]:
+        first = 1 + self._config.tensor_parallel_size
+        return [
+            self._place(_RayDrafterShard, rank, first + rank)
+            for rank in range(self._config.drafter_parallel_size)
+        ]
+
+    def _place(self, kind: type[_RayRank], rank: int, bundle: int) -> Any:
+        """A rank's actor, in its bundle; not loaded."""
+        return (
+            ray.remote(kind)
+            .options(
+                num_cpus=self._config.cpus_per_shard,
+                max_restarts=0,
+                # How long threads wait awake for each other at the end of a parallel region; read
+                # once, when the worker loads torch (docs/decisions.md).
+                runtime_env={"env_vars": {"GOMP_SPINCOUNT": _SPIN_COUNT}},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._group, placement_group_bundle_index=bundle
+                ),
+            )
+            .remote(self._config, rank)
+        )

@@ -21,6 +21,9 @@ class Request:
     after is known to the device already. The last planned row proposes `num_proposed` drafts, of
     which no row verifies more than `max_drafts`; a drafter's block begins below `draft_end`.
 
+    `has_context` says whether the drafter knows all that was computed of it, without which it
+    drafts nothing.
+
     `slot` and `pages` are held while the request runs, and by one that has ended or is to make room
     for others until nothing of it is ahead. The device knows the first `num_sent` of the pages,
     others may find the first `num_published`. `chain`, where prefixes are cached, names all of its
@@ -48,6 +51,7 @@ class Request:
     num_ahead: int = 0
     num_proposed: int = 0
     drafts: tuple[int, ...] = ()
+    has_context: bool = True
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     first_position: int = 0
@@ -111,18 +115,23 @@ class Request:
         return self.max_len - max(self.num_tokens, self.next_position + 1)
 
     @property
+    def draft_limit(self) -> int:
+        """How many drafts any row of it may verify."""
+        return self.max_drafts if self.has_context else 0
+
+    @property
     def most_drafts(self) -> int:
         """How many drafts its next decode row may verify.
 
         The last token it may emit is never fed, nor are drafts that could not be emitted.
         """
-        return min(self.max_drafts, self.num_proposed, self.num_left_ahead - 1)
+        return min(self.draft_limit, self.num_proposed, self.num_left_ahead - 1)
 
     @property
     def may_draft(self) -> bool:
         """Whether its next row may verify drafts, or propose some."""
         within = self.num_proposed > 0 or self.next_position < self.draft_end
-        return self.max_drafts > 0 and within
+        return self.draft_limit > 0 and within
 
     @property
     def can_decode(self) -> bool:
@@ -156,9 +165,11 @@ class Request:
         first, last = max(start - len(prompt), 0), max(stop - len(prompt), 0)
         return prompt[start:stop] + tuple(self.output_token_ids[first:last])
 
-    def start(self, slot: int, pages: list[int], num_cached: int) -> None:
+    def start(
+        self, slot: int, pages: list[int], num_cached: int, *, has_context: bool = True
+    ) -> None:
         """Run in this slot, behind `num_cached` tokens that the first of the pages hold."""
-        self.slot, self.pages = slot, pages
+        self.slot, self.pages, self.has_context = slot, pages, has_context
         self.num_computed = self.first_position = num_cached
         self.num_sent = self.num_published = 0
 

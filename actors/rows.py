@@ -60,4 +60,4 @@ def _is_proposing(request: Request, max_drafts: int, bonus: int, most_left: int)
     """
     if bonus >= request.draft_end:
         return False
-    return min(max_drafts, request.max_drafts) > 0 and most_left > 2
+    return min(max_drafts, request.draft_limit) > 0 and most_left > 2

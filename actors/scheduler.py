@@ -216,6 +216,20 @@ class Scheduler:
             for request in given_up
         ]
 
+    @property
+    def has_drafter(self) -> bool:
+        """Whether requests that start now are drafted for."""
+        return self.allocation.has_drafter
+
+    def lose_drafter(self) -> None:
+        """Dedicated drafters are gone with all they knew: whoever runs goes on plainly."""
+        self.stats.drafter_losses += 1
+        self.allocation.lose_drafter()
+
+    def regain_drafter(self) -> None:
+        """There are others, for the requests that start from now on."""
+        self.allocation.regain_drafter()
+
     def check_idle(self) -> None:
         """Assert that nothing is held while nothing runs, and that no output is unread."""
         assert not self._unread

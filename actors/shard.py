@@ -1,14 +1,12 @@
-"""One rank of an engine: target rank and colocated drafter rank in one process."""
+"""One rank of the target, with its part of a colocated drafter in the same process."""
 
-import os
-import socket
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from actors.config import EngineConfig
 from actors.limits import (
@@ -18,14 +16,15 @@ from actors.limits import (
     MAX_STOP_TOKEN_IDS,
 )
 from actors.messages import StepPlan, decode_plan, encode
+from actors.rank import Rank
 from actors.shard_inputs import step_inputs, write_page_updates, write_samplings
 from actors.shard_outputs import HostResult, on_host, step_output
 from actors.trace import DEVICE, Trace
-from models.backends.backend import Backend
-from models.backends.cpu import CpuBackend
-from models.backends.eager import EagerBackend
+from models.drafting import DrafterRank, DraftInputs
+from models.exchange import Exchange, connect_store
 from models.kv_cache import allocate
 from models.registry import DRAFTERS, TARGETS
+from models.remote_drafting import RemoteDrafting
 from models.scoring import next_token_logits
 from models.slot_sampling import SamplingState
 from models.state import SlotState
@@ -35,38 +34,27 @@ from models.weights import CheckpointReader
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
+    """`exchanged` is the same result with what dedicated drafters proposed in the step."""
+
     plan: StepPlan
     result: "Future[HostResult]"
+    exchanged: "Future[HostResult] | None" = None
 
 
-class Shard:
-    """A plain class: `actors.placement` makes it a Ray actor, `actors.llm` uses it as it is."""
+class Shard(Rank):
+    """One rank of the target, and of its drafter unless that is dedicated. A single one of the
+    former kind is an engine's whole `ShardGroup`."""
+
+    drafters = None
 
     def __init__(self, config: EngineConfig, rank: int, *, trace: Trace | None = None) -> None:
         """`trace` gets a span for every step, on the device's track."""
+        super().__init__(config, rank, place=rank)
         self._trace = trace
-        self._config = config
-        self._rank = rank
-        self._num_threads = config.threads_per_shard or _equal_share(config.tensor_parallel_size)
-        self._backend = _backend(config, self._num_threads)
         self._model: ModelRank | None = None
+        self._remote: RemoteDrafting | None = None
         self._in_flight: _InFlight | None = None
         self.bytes_read = 0
-
-    def rendezvous(self, host: str = "127.0.0.1") -> str:
-        """A free `host:port` of this rank's machine, for the ranks' process group to meet at."""
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
-
-    def load(self, rendezvous: str | None = None) -> None:
-        """Join the other ranks and load this rank's slices; `rendezvous` is needed with several.
-
-        Raises `CheckpointRefused` where a checkpoint does not hold what its config promises.
-        """
-        if self._config.pin_threads:
-            self._backend.submit(self._pin).result()
-        self._backend.submit(lambda: self._load(rendezvous)).result()
 
     def step(self, payload: bytes) -> bytes:
         """Submit the plan in `payload`, then return the output of the step before it.
@@ -77,20 +65,36 @@ class Shard:
         previous, self._in_flight = self._in_flight, self._submit(plan)
         if previous is None:
             return encode(None)
+        bucket = previous.plan.bucket
+        assert bucket is not None
         result = previous.result.result()
+        # What was emitted is not held back by the drafters, unless the next plan needs the drafts.
+        if previous.exchanged is not None and bucket.guided:
+            result = previous.exchanged.result()
         return encode(step_output(previous.plan, result, self._backend.late_compiles))
 
-    def seal(self) -> None:
-        """Warm-up is over: what is compiled from now on is counted, or refused."""
-        self._backend.seal()
+    def join_drafters(self, address: str) -> None:
+        """Meet the dedicated drafters at the store `host:port`, between two steps.
 
-    def ping(self) -> int:
-        """This rank's process id: the process is there, whatever its device thread does."""
-        return os.getpid()
+        Raises `RuntimeError` where they don't come.
+        """
+        assert self._remote is not None, "load() first"
+        remote, config = self._remote, self._config
+        timeout = timedelta(seconds=config.exchange_timeout_s)
 
-    def close(self) -> None:
-        """Finish what was submitted and let go of the device."""
-        self._backend.close()
+        def join() -> None:
+            store = connect_store(address, timeout)
+            num_drafters = config.drafter_parallel_size
+            remote.join(
+                Exchange.join(store, self._rank, config.tensor_parallel_size, num_drafters, timeout)
+            )
+
+        self._backend.submit(join).result()
+
+    def leave_drafters(self) -> None:
+        """Go on without dedicated drafters, until others are joined."""
+        assert self._remote is not None, "load() first"
+        self._backend.submit(self._remote.leave).result()
 
     def next_token_logits(self, token_ids: list[int]) -> torch.Tensor:
         """This rank's logits `[vocab]` behind `token_ids`, computed apart from all requests.
@@ -106,43 +110,37 @@ class Shard:
         if plan.bucket is None:
             return None
         assert self._model is not None, "load() first"
-        model = self._model
+        model, remote, num_drafts = self._model, self._remote, plan.bucket.num_drafts
 
         # Made here, while the device is still at the step before.
         with torch.inference_mode():
             inputs = step_inputs(plan, model.state.scratch_slot, model.vocab_size)
         captured: dict[str, torch.Tensor] | None = {} if self._config.debug_logits_dir else None
+        left: list[DraftInputs] = []
 
         def work() -> HostResult:
             with self._span(plan.step):
-                write_page_updates(plan, model.state)
+                write_page_updates(plan, model.state.block_table)
                 write_samplings(plan, model.sampling)
-                result = model.step(inputs, captured)
+                if remote is None:
+                    result = on_host(model.step(inputs, captured))
+                else:
+                    verified, draft_inputs = model.verify(inputs, captured)
+                    left.append(draft_inputs)
+                    result = on_host(verified, drafters_lost=remote.is_lost)
             if captured is not None:
-                self._save(plan.step, captured)
-            return on_host(result)
+                self._save(f"step{plan.step:06d}-rank{self._rank}", captured)
+            return result
 
-        return _InFlight(plan, self._backend.submit(work))
+        result = self._backend.submit(work)
+        if remote is None:
+            return _InFlight(plan, result)
 
-    def _save(self, step: int, captured: dict[str, torch.Tensor]) -> None:
-        """See `debug_logits_dir` in docs/configuration.md."""
-        directory = self._config.debug_logits_dir
-        assert directory is not None
-        directory.mkdir(parents=True, exist_ok=True)
-        tensors = {name: values.contiguous() for name, values in captured.items()}
-        save_file(tensors, directory / f"step{step:06d}-rank{self._rank}.safetensors")
+        def exchange() -> HostResult:
+            drafts = remote.draft(left.pop(), num_drafts)
+            return result.result()._replace(drafts=[] if drafts is None else drafts.tolist())
 
-    def _pin(self) -> None:
-        """Keep the device thread, and the helpers it will start, on this rank's cores."""
-        cores = sorted(os.sched_getaffinity(0))
-        first = self._rank * self._num_threads
-        own = cores[first : first + self._num_threads]
-        if len(own) < self._num_threads:
-            raise ValueError(
-                f"pin_threads: rank {self._rank} needs {self._num_threads} cores from the "
-                f"{first + 1}th on, the process has {len(cores)}"
-            )
-        os.sched_setaffinity(0, own)
+        return _InFlight(plan, result, self._backend.submit(exchange))
 
     def _span(self, step: int) -> AbstractContextManager[Any]:
         return self._trace.span("step", DEVICE, step=step) if self._trace else nullcontext()
@@ -166,7 +164,8 @@ class Shard:
             self.bytes_read = reader.bytes_read
             drafter = None
             specs = target.kv_specs()
-            if drafter_config is not None and config.drafter_path is not None:
+            if drafter_config is not None and not config.is_dedicated:
+                assert config.drafter_path is not None
                 reader = files.enter_context(CheckpointReader(config.drafter_path))
                 drafter = DRAFTERS[drafter_config.architecture](
                     drafter_config,
@@ -184,13 +183,16 @@ class Shard:
         backend.weights_loaded()
         pools = allocate(specs, config.num_kv_pages, config.block_size)
         num_layers = config.target.decoder.num_layers
+        state = SlotState.allocate(config.num_slots, config.num_drafts, config.pages_per_request)
+        drafting = None
+        if drafter is not None:
+            kv = pools[num_layers:]
+            drafting = DrafterRank.of(drafter, kv, state.block_table, backend.compile)
         self._model = ModelRank(
             target=target,
-            drafter=drafter,
-            regions=Regions.of(drafter, backend.compile),
+            regions=Regions.of(backend.compile),
             target_kv=pools[:num_layers],
-            drafter_kv=pools[num_layers:],
-            state=SlotState.allocate(config.num_slots, config.num_drafts, config.pages_per_request),
+            state=state,
             sampling=SamplingState.allocate(
                 config.num_slots,
                 num_positions=config.max_model_len,
@@ -199,14 +201,8 @@ class Shard:
                 bad_word_length=MAX_BAD_WORD_TOKENS,
             ),
             vocab_size=config.target.vocab_size,
+            drafter_config=drafter_config,
+            drafting=drafting,
         )
-
-
-def _backend(config: EngineConfig, num_threads: int) -> Backend:
-    if config.backend == "eager":
-        return EagerBackend(num_threads)
-    return CpuBackend(num_threads, exact=config.exact, strict=config.late_compile == "error")
-
-
-def _equal_share(num_shards: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // num_shards)
+        if config.is_dedicated:
+            self._remote = RemoteDrafting(self._model, tp)

@@ -9,16 +9,15 @@ import torch
 from actors.messages import DecodeRow, PrefillRow, StepPlan
 from models.rows import StepInputs
 from models.slot_sampling import SamplingState
-from models.state import SlotState
 
 _SEED, _HALVES = Struct("=q"), Struct("=2i")
 
 
-def write_page_updates(plan: StepPlan, state: SlotState) -> None:
-    """Apply the plan's page-table changes to the slots' block tables."""
+def write_page_updates(plan: StepPlan, block_table: torch.Tensor) -> None:
+    """Apply the plan's page-table changes to the slots' rows of `[slots, pages] int32`."""
     for update in plan.page_updates:
         pages = torch.tensor(update.pages, dtype=torch.int32)
-        state.block_table[update.slot, update.first : update.first + len(update.pages)] = pages
+        block_table[update.slot, update.first : update.first + len(update.pages)] = pages
 
 
 def write_samplings(plan: StepPlan, state: SamplingState) -> None:

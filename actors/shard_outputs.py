@@ -8,16 +8,18 @@ from models.steps import StepResult
 
 
 class HostResult(NamedTuple):
-    """`StepResult` as lists; of scores, one list per field of `TokenScores`."""
+    """`StepResult` as lists; of scores, one list per field of `TokenScores`. `drafters_lost` says
+    that there were no dedicated drafters any more when the step began."""
 
     sampled: list[list[int]]
     num_drafts: list[int]
     logprobs: list[list[Any]] | None
     prompt_logprobs: list[list[Any]] | None
     drafts: list[list[int]] | None
+    drafters_lost: bool = False
 
 
-def on_host(result: StepResult) -> HostResult:
+def on_host(result: StepResult, *, drafters_lost: bool = False) -> HostResult:
     """Waits for the device."""
     return HostResult(
         sampled=result.sampled.tolist(),
@@ -25,6 +27,7 @@ def on_host(result: StepResult) -> HostResult:
         logprobs=_lists(result.logprobs),
         prompt_logprobs=_lists(result.prompt_logprobs),
         drafts=None if result.drafts is None else result.drafts.tolist(),
+        drafters_lost=drafters_lost,
     )
 
 
@@ -46,6 +49,7 @@ def step_output(plan: StepPlan, result: HostResult, late_compiles: int) -> StepO
             for row, drafts in zip(plan.emitting, result.drafts, strict=False)
         ),
         late_compiles=late_compiles,
+        drafters_lost=result.drafters_lost,
     )
 
 

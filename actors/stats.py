@@ -28,6 +28,7 @@ class EngineStats:
     evicted_pages: int = 0
     preemptions: int = 0
     recoveries: int = 0
+    drafter_losses: int = 0
     late_compiles: int = 0
 
     def count_verify(self, num_drafts: int, num_kept: int) -> None:

@@ -13,7 +13,7 @@ from models.ops import Context
 from models.parallel import TensorParallel, even_part
 from models.rope import rope_table, rotate
 from models.sampler import greedy
-from models.target import Target
+from models.target import Vocabulary
 from models.weights import CheckpointReader
 
 # What a checkpoint may hold beside the drafter: copies of what is borrowed from the target.
@@ -30,7 +30,7 @@ class DFlashDrafter(nn.Module):
         config: DrafterConfig,
         tp: TensorParallel,
         reader: CheckpointReader,
-        target: Target,
+        target: Vocabulary,
         *,
         dtype: torch.dtype,
         num_positions: int,
@@ -165,7 +165,7 @@ def _head(
     config: DrafterConfig,
     tp: TensorParallel,
     reader: CheckpointReader,
-    target: Target,
+    target: Vocabulary,
     dtype: torch.dtype,
 ) -> tuple[LMHead, Tensor | None]:
     """The target's head, or for a reduced vocabulary the drafter's own with its id map.

@@ -1,14 +1,15 @@
 """One engine step on one rank: verify, accept, inject, propose. Nothing is read back in between."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from models.choosing import TokenScores, choose, emitted_scores, prompt_scores
-from models.dflash import DFlashDrafter
+from models.config import DrafterConfig
+from models.drafting import DrafterRank, DraftInputs
 from models.kv_cache import LayerKV
 from models.rows import Emitted, StepInputs, TokenRows, deciding, emit, place
 from models.slot_sampling import SamplingState
@@ -27,53 +28,47 @@ class StepResult:
     num_drafts: Tensor
     logprobs: TokenScores | None
     prompt_logprobs: TokenScores | None
-    drafts: Tensor | None
+    drafts: Tensor | None = None
 
 
 class Regions(NamedTuple):
-    """The parts of a step as a backend compiled them.
+    """The target's parts of a step as a backend compiled them; `DrafterRank` has the drafter's.
 
-    The shapes of `run_layers`, `inject` and `block_hidden` are those of a bucket's token rows and
-    emitting rows, so that few forms serve many buckets. `place` and `emit` depend on the whole
-    bucket and run compiled only where a step has no prefill: a prefill's time is not in them.
+    The shapes of `run_layers` are those of a bucket's token rows, so that few forms serve many
+    buckets. `place` and `emit` depend on the whole bucket and run compiled only where a step has no
+    prefill: a prefill's time is not in them.
     """
 
     run_layers: RunLayers
     place: Callable[..., TokenRows]
     emit: Callable[..., Emitted]
-    inject: Callable[..., None] | None
-    block_hidden: Callable[..., Tensor] | None
 
     @classmethod
     def of(
         cls,
-        drafter: DFlashDrafter | None,
         compiled: Callable[[Callable[..., object]], Callable[..., object]] = lambda region: region,
     ) -> "Regions":
         """Every region through `compiled`; as it is by default."""
-        regions = (run_layers, place, emit)
-        drafting = (drafter.inject, drafter.block_hidden) if drafter else (None, None)
-        return cls(
-            *(compiled(region) for region in regions),  # type: ignore[arg-type]
-            *(compiled(region) if region else None for region in drafting),
-        )
+        return cls(*(compiled(region) for region in (run_layers, place, emit)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRank:
-    """Everything one rank computes with: the models, their KV pools and the slots' state.
+    """Everything one rank of the target computes with: the model, its KV pools, the slots' state,
+    and its part of a drafter, if that is here.
 
-    `target_kv` and `drafter_kv` are one pool list, target layers first, under one block table.
+    `drafter_config` is that of the drafter, here or elsewhere, whose blocks a step prepares; None
+    without speculation.
     """
 
     target: Target
-    drafter: DFlashDrafter | None
     regions: Regions
     target_kv: Sequence[LayerKV]
-    drafter_kv: Sequence[LayerKV]
     state: SlotState
     sampling: SamplingState
     vocab_size: int
+    drafter_config: DrafterConfig | None = None
+    drafting: DrafterRank | None = None
 
     def step(self, inputs: StepInputs, captured: dict[str, Tensor] | None = None) -> StepResult:
         """Run one step and leave what the next one needs in the slots' state.
@@ -82,6 +77,22 @@ class ModelRank:
         `draft_logits [D, n, V]` of the n proposed drafts, and the emitting rows' `slots` and
         `sampled`.
         """
+        result, draft_inputs = self.verify(inputs, captured)
+        if self.drafting is None:
+            return result
+        proposed = self.drafting.draft(draft_inputs, inputs.num_drafts, inputs.context_pages)
+        if proposed is None:
+            return result
+        logits, drafts = proposed
+        self.write_drafts(draft_inputs.slots, drafts)
+        if captured is not None:
+            captured["draft_logits"] = logits
+        return replace(result, drafts=drafts) if inputs.masks is not None else result
+
+    def verify(
+        self, inputs: StepInputs, captured: dict[str, Tensor] | None = None
+    ) -> tuple[StepResult, DraftInputs]:
+        """The target's half of `step`, without the drafts that rows propose."""
         state, ops, page_size = self.state, self.target.ops, self.target_kv[0].page_size
         place_rows, emit_rows = self.regions.place, self.regions.emit
         if inputs.prefill_slots.shape[0]:
@@ -102,41 +113,27 @@ class ModelRank:
         max_context = inputs.context_pages * page_size
         chosen = choose(inputs, rows, logits, self.sampling, max_context, head)
         logprobs = emitted_scores(inputs, logits, chosen, head)
-        config = self.drafter.config if self.drafter else None
-        emitted = emit_rows(inputs, rows, chosen, state, page_size, self.vocab_size, config)
-        if self.regions.inject is not None:
-            self.regions.inject(aux, rows.positions, emitted.inject_slots, self.drafter_kv)
+        emitted = emit_rows(
+            inputs, rows, chosen, state, page_size, self.vocab_size, self.drafter_config
+        )
         if captured is not None:
             captured |= {"target_logits": logits, "slots": emitted.slots}
             captured |= {"sampled": emitted.sampled}
-        if self.drafter is not None and inputs.num_drafts:
-            logits = self._propose(self.drafter, inputs, emitted, page_size)
-            if captured is not None:
-                captured["draft_logits"] = logits
         prompt_logprobs = prompt_scores(inputs, hidden, head)
-        drafts = None
-        if inputs.masks is not None:
-            drafts = state.drafts[emitted.slots, : inputs.num_drafts]
-        return StepResult(emitted.sampled, emitted.num_drafts, logprobs, prompt_logprobs, drafts)
+        result = StepResult(emitted.sampled, emitted.num_drafts, logprobs, prompt_logprobs)
+        return result, DraftInputs(
+            aux=aux,
+            positions=rows.positions,
+            inject_slots=emitted.inject_slots,
+            slots=emitted.slots,
+            blocks=emitted.blocks,
+            context_lens=emitted.context_lens,
+        )
 
-    def _propose(
-        self, drafter: DFlashDrafter, inputs: StepInputs, emitted: Emitted, page_size: int
-    ) -> Tensor:
-        """Draft a block behind each row's new bonus token; returns the logits `[D, n, V]` of its
-        first `n = inputs.num_drafts` drafts."""
-        assert self.regions.block_hidden is not None
-        context = drafter.ops.block_context(
-            self.state.block_table,
-            emitted.slots,
-            emitted.context_lens,
-            drafter.config.block_size,
-            page_size,
-            inputs.context_pages,
-        )
-        hidden = self.regions.block_hidden(
-            emitted.blocks, emitted.context_lens, context, self.drafter_kv
-        )
-        logits = drafter.draft_logits(hidden, inputs.num_drafts)
-        drafts = self.state.drafts[:, : inputs.num_drafts]
-        drafts.index_put_((emitted.slots,), drafter.draft_tokens(logits))
-        return logits
+    def write_drafts(self, slots: Tensor, drafts: Tensor) -> None:
+        """Give the slots `[D] int32` the drafts `[D, n] int32` that their next rows verify."""
+        self.state.drafts[:, : drafts.shape[1]].index_put_((slots,), drafts)
+
+    def drop_drafts(self, slots: Tensor) -> None:
+        """Let the next rows of the slots `[D] int32` verify none."""
+        self.state.num_drafts.index_fill_(0, slots.long(), 0)

@@ -72,7 +72,37 @@ def run_layers(
     return stream
 
 
-class Target(nn.Module):
+class Vocabulary(nn.Module):
+    """Both ends of a target on one rank, which its drafter shares: embedding and LM head."""
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        tp: TensorParallel,
+        reader: CheckpointReader,
+        *,
+        dtype: torch.dtype,
+        ops: Ops,
+    ) -> None:
+        """Raises `CheckpointRefused` where the checkpoint lacks one of them or part of it."""
+        super().__init__()
+        self.ops = ops
+        hidden = config.decoder.hidden_size
+        name = "model.embed_tokens.weight"
+        self.embed = Embedding(config.vocab_size, hidden, tp, reader, name, dtype)
+        head = self.embed.weight
+        if not config.tie_word_embeddings:
+            rows = even_part(config.vocab_size, tp, dim=0)
+            shape = (config.vocab_size, hidden)
+            head = parameter(reader.read("lm_head.weight", rows, dtype, expect=shape))
+        self.lm_head = LMHead(head, config.vocab_size, tp, ops)
+
+    def pack(self) -> None:
+        """Give the weights to the backend, once whoever borrows them has seen them."""
+        self.lm_head.pack()
+
+
+class Target(Vocabulary):
     """`LlamaForCausalLM` or, with per-head QK norm, `Qwen3ForCausalLM`: one rank of it."""
 
     def __init__(
@@ -90,22 +120,12 @@ class Target(nn.Module):
 
         Raises `CheckpointRefused` where the checkpoint lacks a tensor or part of one.
         """
-        super().__init__()
+        super().__init__(config, tp, reader, dtype=dtype, ops=ops)
         decoder = config.decoder
-        self.ops, self.eps = ops, decoder.rms_norm_eps
+        self.eps = decoder.rms_norm_eps
         self.capture_layer_ids = tuple(capture_layer_ids)
-        embed_name = "model.embed_tokens.weight"
-        self.embed = Embedding(
-            config.vocab_size, decoder.hidden_size, tp, reader, embed_name, dtype
-        )
         self.layers = decoder_stack(decoder, tp, reader, "model.layers", dtype, ops)
         self.norm = norm_weight(reader, "model.norm.weight", decoder.hidden_size, dtype)
-        head = self.embed.weight
-        if not config.tie_word_embeddings:
-            rows = even_part(config.vocab_size, tp, dim=0)
-            shape = (config.vocab_size, decoder.hidden_size)
-            head = parameter(reader.read("lm_head.weight", rows, dtype, expect=shape))
-        self.lm_head = LMHead(head, config.vocab_size, tp, ops)
         # Groups alike are compiled once; few, so that compiling one takes seconds.
         self.group_size = max(n for n in (1, 2, 3) if decoder.num_layers % n == 0)
         cos, sin = rope_table(decoder, num_positions)
@@ -120,10 +140,10 @@ class Target(nn.Module):
         return [layer.attention.kv_spec() for layer in self.layers]
 
     def pack(self) -> None:
-        """Give the weights to the backend, once whoever borrows them has seen them."""
+        """See `Vocabulary.pack`."""
         for layer in self.layers:
             layer.pack()
-        self.lm_head.pack()
+        super().pack()
 
     def forward(
         self,

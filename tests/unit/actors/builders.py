@@ -58,6 +58,7 @@ def engine_config(
     adaptive_drafts: bool = False,
     enable_prefix_caching: bool = True,
     drafter_positions: int = 4096,
+    is_dedicated: bool = False,
 ) -> EngineConfig:
     """`num_drafts` 0 is an engine without speculation; the pool defaults to one that is ample.
 
@@ -78,6 +79,8 @@ def engine_config(
         drafter_path=Path("drafter") if num_drafts else None,
         drafter=drafter_config(num_drafts, drafter_positions) if num_drafts else None,
         adaptive_drafts=adaptive_drafts,
+        drafter_parallel_size=1 if num_drafts else 0,
+        is_dedicated=is_dedicated,
         tensor_parallel_size=1,
         dtype="float32",
         max_model_len=max_model_len,
@@ -93,6 +96,7 @@ def engine_config(
         exact=False,
         late_compile="log",
         warm_up_timeout_s=10.0,
+        exchange_timeout_s=10.0,
         load_timeout_s=10.0,
         debug_logits_dir=None,
         buckets=Buckets(

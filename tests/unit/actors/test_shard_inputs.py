@@ -236,7 +236,7 @@ def test_page_updates_change_only_their_entries(updates: list[tuple[int, int, li
             PageUpdate(slot=slot, first=first, pages=tuple(pages)) for slot, first, pages in updates
         ),
     )
-    write_page_updates(plan, state)
+    write_page_updates(plan, state.block_table)
     assert state.block_table.tolist() == expected
 
 

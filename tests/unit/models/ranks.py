@@ -14,6 +14,7 @@ from torch import Tensor
 from models.backends.backend import Backend
 from models.config import load_drafter_config, load_target_config
 from models.dflash import DFlashDrafter
+from models.drafting import DrafterRank
 from models.kv_cache import LayerKV, allocate
 from models.layers import LMHead
 from models.ops import Grid, Ops, TorchOps
@@ -200,12 +201,16 @@ def load_model_rank(
     kv = allocate(specs, 1 + num_slots * pages, page_size)
     state = SlotState.allocate(num_slots, num_drafts, pages)
     state.block_table[:num_slots] = 1 + torch.arange(num_slots * pages).view(num_slots, pages)
+    compiled = (backend.compile,) if backend else ()
+    drafting = None
+    if drafter is not None:
+        drafting = DrafterRank.of(drafter, kv[num_target:], state.block_table, *compiled)
     return ModelRank(
         target=target,
-        drafter=drafter,
-        regions=Regions.of(drafter, backend.compile) if backend else Regions.of(drafter),
+        regions=Regions.of(*compiled),
         target_kv=kv[:num_target],
-        drafter_kv=kv[num_target:],
+        drafter_config=drafter.config if drafter else None,
+        drafting=drafting,
         state=state,
         sampling=SamplingState.allocate(
             num_slots,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.kv_cache import LayerKV
 from models.parallel import TensorParallel
 from models.rows import StepInputs
 from models.state import SlotState
@@ -120,10 +121,15 @@ def prefilled(pair: Pair, prompt: Sequence[int] = PROMPT, slot: int = 0) -> Mode
     return rank
 
 
+def layers_of(rank: ModelRank) -> list[LayerKV]:
+    """Of target and drafter."""
+    return [*rank.target_kv, *(rank.drafting.kv if rank.drafting else ())]
+
+
 def poison(rank: ModelRank, slot: int, length: int) -> None:
     """Overwrite all KV of the slot from position `length` on."""
     table = rank.state.block_table[slot].tolist()
-    for layer in (*rank.target_kv, *rank.drafter_kv):
+    for layer in layers_of(rank):
         for position in range(length, len(table) * PAGE):
             layer.k[table[position // PAGE], position % PAGE] = 1e3
             layer.v[table[position // PAGE], position % PAGE] = 1e3
@@ -322,7 +328,7 @@ def test_a_request_may_fill_its_pages_to_the_last_position(trained: PairMaker) -
 
 
 def pools(rank: ModelRank) -> list[Tensor]:
-    return [pool for layer in (*rank.target_kv, *rank.drafter_kv) for pool in (layer.k, layer.v)]
+    return [pool for layer in layers_of(rank) for pool in (layer.k, layer.v)]
 
 
 def state_of(rank: ModelRank) -> list[Tensor]:
@@ -373,7 +379,8 @@ def test_rejected_tokens_never_reach_the_drafters_pages(trained: PairMaker) -> N
     for step in trace.steps[:4]:
         rank.step(inputs([Decode(0, position)]))
         position += len(step.emitted)
-        for layer in rank.drafter_kv:
+        assert rank.drafting is not None
+        for layer in rank.drafting.kv:
             where = [(table[i // PAGE], i % PAGE) for i in range(len(table) * PAGE)]
             written = [bool(layer.k[page, offset].any()) for page, offset in where]
             assert written == [i < position for i in range(len(where))]

@@ -274,8 +274,8 @@ def feed(rank: ModelRank, rows: Sequence[Row], num_tokens: int) -> list[tuple[Te
     target, table = rank.target, rank.state.block_table
     context = target.ops.causal_context(table, grids, PAGE, table.shape[1], num_tokens)
     hidden, aux = target(*flat, context, rank.target_kv, rank.regions.run_layers)
-    assert rank.regions.inject is not None
-    rank.regions.inject(aux, flat[1], flat[2], rank.drafter_kv)
+    assert rank.drafting is not None
+    rank.drafting.inject(aux, flat[1], flat[2], rank.drafting.kv)
     bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
     spans = [slice(a, b) for a, b in pairwise(bounds)]
     return [(hidden[span].clone(), aux[span].clone()) for span in spans]
@@ -285,7 +285,8 @@ def pages_of(rank: ModelRank, slot: int, length: int) -> list[Tensor]:
     """The slot's keys and values in every layer, target and drafter."""
     positions = torch.arange(length)
     pages = rank.state.block_table[slot][positions // PAGE].long()
-    layers = (*rank.target_kv, *rank.drafter_kv)
+    assert rank.drafting is not None
+    layers = (*rank.target_kv, *rank.drafting.kv)
     return [pool[pages, positions % PAGE].clone() for kv in layers for pool in (kv.k, kv.v)]
 
 
@@ -327,8 +328,9 @@ def test_hidden_states_are_the_same_bits(
 
 def test_draft_blocks_are_the_same_bits(exact_rank: tuple[CpuBackend, ModelRank]) -> None:
     backend, rank = exact_rank
-    drafter = rank.drafter
-    assert drafter is not None
+    drafting = rank.drafting
+    assert drafting is not None
+    drafter = drafting.drafter
     mask = drafter.config.mask_token_id
     lens = [len(PROMPT), 5, 0]
 
@@ -338,8 +340,7 @@ def test_draft_blocks_are_the_same_bits(exact_rank: tuple[CpuBackend, ModelRank]
         some = torch.tensor([lens[slot] for slot in slots], dtype=torch.int32)
         context = drafter.ops.block_context(table, where, some, block, PAGE, table.shape[1])
         blocks = torch.tensor([[3 + slot, *[mask] * K] for slot in slots], dtype=torch.int32)
-        assert rank.regions.block_hidden is not None
-        hidden = rank.regions.block_hidden(blocks, some, context, rank.drafter_kv)
+        hidden = drafting.block_hidden(blocks, some, context, drafting.kv)
         return hidden.clone(), drafter.draft_logits(hidden, K)
 
     def work() -> None:

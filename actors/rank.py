@@ -1,0 +1,88 @@
+"""What every rank of an engine is: a process with a device, beside others of its kind."""
+
+import os
+import socket
+
+import torch
+from safetensors.torch import save_file
+
+from actors.config import EngineConfig
+from models.backends.backend import Backend
+from models.backends.cpu import CpuBackend
+from models.backends.eager import EagerBackend
+
+
+class Rank:
+    """A plain class: `actors.placement` makes its kinds Ray actors, `actors.llm` uses one as it
+    is."""
+
+    def __init__(self, config: EngineConfig, rank: int, place: int) -> None:
+        """`rank` counts those that this one shares a model with, `place` all of the engine."""
+        self._config = config
+        self._rank, self._place = rank, place
+        self._num_threads = config.threads_per_shard or _equal_share(config.num_ranks)
+        self._backend = _backend(config, self._num_threads)
+
+    def rendezvous(self, host: str = "127.0.0.1") -> str:
+        """A free `host:port` of this rank's machine, for its kind's process group to meet at."""
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def load(self, rendezvous: str | None = None) -> None:
+        """Join the other ranks and load this rank's slices; `rendezvous` is needed with several.
+
+        Raises `CheckpointRefused` where a checkpoint does not hold what its config promises.
+        """
+        if self._config.pin_threads:
+            self._backend.submit(self._pin).result()
+        self._backend.submit(lambda: self._load(rendezvous)).result()
+
+    def step(self, payload: bytes) -> bytes:
+        """Take part in the step that the encoded `StepPlan` in `payload` says."""
+        raise NotImplementedError
+
+    def seal(self) -> None:
+        """Warm-up is over: what is compiled from now on is counted, or refused."""
+        self._backend.seal()
+
+    def ping(self) -> int:
+        """This rank's process id: the process is there, whatever its device thread does."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Finish what was submitted and let go of the device."""
+        self._backend.close()
+
+    def _load(self, rendezvous: str | None) -> None:
+        raise NotImplementedError
+
+    def _save(self, name: str, captured: dict[str, torch.Tensor]) -> None:
+        """See `debug_logits_dir` in docs/configuration.md."""
+        directory = self._config.debug_logits_dir
+        assert directory is not None
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {name: values.contiguous() for name, values in captured.items()}
+        save_file(tensors, directory / f"{name}.safetensors")
+
+    def _pin(self) -> None:
+        """Keep the device thread, and the helpers it will start, on this rank's cores."""
+        cores = sorted(os.sched_getaffinity(0))
+        first = self._place * self._num_threads
+        own = cores[first : first + self._num_threads]
+        if len(own) < self._num_threads:
+            raise ValueError(
+                f"pin_threads: rank {self._place} needs {self._num_threads} cores from the "
+                f"{first + 1}th on, the process has {len(cores)}"
+            )
+        os.sched_setaffinity(0, own)
+
+
+def _backend(config: EngineConfig, num_threads: int) -> Backend:
+    if config.backend == "eager":
+        return EagerBackend(num_threads)
+    return CpuBackend(num_threads, exact=config.exact, strict=config.late_compile == "error")
+
+
+def _equal_share(num_ranks: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
