@@ -26,6 +26,7 @@ class DrafterShard(Rank):
         super().__init__(config, rank, place=config.tensor_parallel_size + rank)
         self._drafting: DrafterRank | None = None
         self._exchange: Exchange | None = None
+        self._deferred: torch.Tensor | None = None  # drafts that the target has not got yet
 
     def warm_up(self) -> None:
         """Run every kind of step on padding, alone, so that everything is compiled."""
@@ -73,11 +74,17 @@ class DrafterShard(Rank):
         bucket, drafting = plan.bucket, self._drafting
         write_page_updates(plan, drafting.block_table)
         inputs = self._exchange.receive(self._shape(bucket))
+        if self._deferred is not None:
+            self._exchange.send_back(self._deferred)
+            self._deferred = None
         proposed = drafting.draft(inputs, bucket.num_drafts, bucket.context_pages)
         if proposed is None:
             return
         logits, drafts = proposed
-        self._exchange.send_back(drafts)
+        if plan.defers_drafts:
+            self._deferred = drafts
+        else:
+            self._exchange.send_back(drafts)
         if self._config.debug_logits_dir is not None:
             self._save(f"step{plan.step:06d}-drafter{self._rank}", {"draft_logits": logits})
 

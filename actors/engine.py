@@ -260,10 +260,16 @@ class Engine:
                 self._run_padding(bucket)
             seconds = min(self._run_padding(bucket) for _ in range(_TIMED_RUNS))
             speculation.observe_time(decode_rows, num_drafts, seconds)
+            if self.config.overlap == "auto" and decode_rows > 1 and num_drafts:
+                half = ladder.decode_step(-(-decode_rows // 2), num_drafts)
+                self._run_padding(half, defer=True)
+                seconds = min(self._run_padding(half, defer=True) for _ in range(_TIMED_RUNS))
+                speculation.observe_overlap(decode_rows, num_drafts, seconds)
 
-    def _run_padding(self, bucket: Bucket) -> float:
+    def _run_padding(self, bucket: Bucket, *, defer: bool = False) -> float:
         """How many seconds a step without requests takes, from its submission to its output."""
-        plan, start = StepPlan(step=0, bucket=bucket), time.perf_counter()
+        plan = StepPlan(step=0, bucket=bucket, defers_drafts=defer)
+        start = time.perf_counter()
         self._exchange(plan)
         self._exchange(StepPlan(step=plan.step))
         return time.perf_counter() - start

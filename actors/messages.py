@@ -260,7 +260,11 @@ class SlotSampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step for every rank. A plan without a bucket is empty: it only drains the pipeline."""
+    """One step for every rank. A plan without a bucket is empty: it only drains the pipeline.
+
+    Where it `defers_drafts`, dedicated drafters compute during the step behind it what its rows
+    propose: the next that has them is the one after.
+    """
 
     step: int
     bucket: Bucket | None = None
@@ -268,6 +272,7 @@ class StepPlan:
     prefill: tuple[PrefillRow, ...] = ()
     page_updates: tuple[PageUpdate, ...] = ()
     samplings: tuple[SlotSampling, ...] = ()
+    defers_drafts: bool = False
 
     @property
     def rows(self) -> tuple[DecodeRow | PrefillRow, ...]:

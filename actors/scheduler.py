@@ -132,11 +132,11 @@ class Scheduler:
         request that would then be at its limit waits for the output, as one with a grammar does.
         """
         assert len(self._unread) <= 1, "positions are corrected over one step only"
-        decode, chunks = self._choose()
+        decode, chunks, overlapped_drafts = self._choose()
         if not decode and not chunks:
             assert self._unread or not self._requests, "work left, but nothing can be planned"
             return StepPlan(step=self._step)
-        max_drafts = self._max_drafts(decode, chunks)
+        max_drafts = self._max_drafts(decode, chunks, overlapped_drafts)
         width = self.ladder.prefill_width([count for _, count in chunks]) if chunks else 0
         rows = [decode_row(request, max_drafts) for request in decode]
         prefill = [
@@ -145,7 +145,9 @@ class Scheduler:
             for row in prefill_rows(request, count, width, max_drafts)
         ]
         self._step += 1
-        plan = self._plan(rows, prefill, width, max_drafts)
+        plan = self._plan(
+            rows, prefill, width, max_drafts, defers_drafts=min(max_drafts, overlapped_drafts) > 0
+        )
         for row in plan.rows:
             request = self.allocation.running[row.slot]
             request.num_ahead += row.num_tokens
@@ -236,22 +238,27 @@ class Scheduler:
         assert not self._requests
         self.allocation.check_idle()
 
-    def _choose(self) -> tuple[list[Request], list[tuple[Request, int]]]:
-        """Who decodes in the next step, and who prefills how many tokens; all have their pages."""
+    def _choose(self) -> tuple[list[Request], list[tuple[Request, int]], int]:
+        """Who decodes in the next step, and who prefills how many tokens; all have their pages. And
+        how many drafts per row are verified if that is half a batch, beside drafting for the other
+        half; 0 if it is all of it."""
         decode: list[Request] = []
         chunks: list[tuple[Request, int]] = []
         waiting = False
         candidates = self.allocation.candidates(only=next(iter(self._suspects), None))
         widest = self.ladder.verify_widths[-1]
-        budget = self.config.max_num_batched_tokens - widest * sum(
-            request.can_decode for request in candidates
-        )
+        decoding = [request for request in candidates if request.can_decode]
+        budget = self.config.max_num_batched_tokens - widest * len(decoding)
+        overlapped_drafts = self._overlapped_drafts(decoding)
+        most = -(-len(decoding) // 2) if overlapped_drafts else len(decoding)
         for request in candidates:
             if request.is_leaving:  # preempted since
                 continue
             if request.can_decode:
-                if request.must_wait:
+                if request.must_wait or (overlapped_drafts and request.num_ahead):
                     waiting = True
+                    continue
+                if len(decode) == most:
                     continue
                 end = request.next_position + request.most_drafts + 1
                 if self.allocation.grow(request, end):
@@ -266,20 +273,36 @@ class Scheduler:
         chosen = [*decode, *(request for request, _ in chunks)]
         if waiting and all(request.grammar for request in chosen):
             # They would run as two halves of a batch in turn, in twice as many steps.
-            return [], []
+            return [], [], 0
         left_out = self._left_out(chosen)
         return (
             [request for request in decode if request is not left_out],
             [(request, count) for request, count in chunks if request is not left_out],
+            overlapped_drafts,
         )
 
-    def _max_drafts(self, decode: list[Request], chunks: list[tuple[Request, int]]) -> int:
+    def _overlapped_drafts(self, decoding: list[Request]) -> int:
+        """How many drafts per row the batch verifies as two halves in turn; 0 where it is better
+        verified as a whole."""
+        if self.config.overlap == "never" or len(decoding) < 2:
+            return 0
+        # With a grammar the next step needs the drafts.
+        if any(r.grammar for r in decoding) or not any(r.may_draft for r in decoding):
+            return 0
+        num_rows = self.ladder.decode_size(len(decoding))
+        num_drafts = self.speculation.settled(num_rows)
+        pays = self.config.overlap == "always" or self.speculation.overlaps(num_rows, num_drafts)
+        return num_drafts if pays else 0
+
+    def _max_drafts(
+        self, decode: list[Request], chunks: list[tuple[Request, int]], overlapped_drafts: int
+    ) -> int:
         """How many drafts the next step verifies and proposes per row."""
         emitting = [r for r, count in chunks if r.next_position + count == r.prefill_len]
         emitting += decode
         if not any(request.may_draft for request in emitting):
             return 0
-        return self.speculation.choose(self.ladder.decode_size(len(emitting)))
+        return overlapped_drafts or self.speculation.choose(self.ladder.decode_size(len(emitting)))
 
     def _grammar(self, guide: Guide | None) -> GrammarState | None:
         if guide is None:
@@ -297,7 +320,13 @@ class Scheduler:
         return self._requests[request_id]
 
     def _plan(
-        self, decode: list[DecodeRow], prefill: list[PrefillRow], width: int, max_drafts: int
+        self,
+        decode: list[DecodeRow],
+        prefill: list[PrefillRow],
+        width: int,
+        max_drafts: int,
+        *,
+        defers_drafts: bool,
     ) -> StepPlan:
         """The rows in their bucket; a request's pages and sampling come with its first row."""
         ends = [row.position + row.num_tokens for row in decode]
@@ -320,6 +349,7 @@ class Scheduler:
             prefill=tuple(prefill),
             page_updates=self._page_updates(decode, prefill),
             samplings=tuple(slot_sampling(running[row.slot]) for row in prefill if row.fresh),
+            defers_drafts=defers_drafts,
         )
 
     def _page_updates(
@@ -389,7 +419,7 @@ class Scheduler:
         bucket = plan.bucket
         assert bucket is not None
         verified = max((row.num_drafts for row in plan.decode), default=0)
-        if not plan.prefill and verified == bucket.num_drafts:
+        if not plan.prefill and not plan.defers_drafts and verified == bucket.num_drafts:
             self.speculation.observe_time(bucket.decode_rows, verified, seconds)
 
     def _end(self, request: Request, outcome: str | None = None) -> None:

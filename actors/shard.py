@@ -137,7 +137,7 @@ class Shard(Rank):
             return _InFlight(plan, result)
 
         def exchange() -> HostResult:
-            drafts = remote.draft(left.pop(), num_drafts)
+            drafts = remote.draft(left.pop(), num_drafts, defer=plan.defers_drafts)
             return result.result()._replace(drafts=[] if drafts is None else drafts.tolist())
 
         return _InFlight(plan, result, self._backend.submit(exchange))

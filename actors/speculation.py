@@ -52,6 +52,9 @@ class Speculation:
         self._rates = [_FIRST_RATE] * num_drafts
         self._seen = [_FIRST_SEEN] * num_drafts
         self._sizes: dict[int, _Size] = {}
+        # By batch size and number of drafts, how much faster a batch is as two halves in turn, one
+        # drafted for while the other is verified.
+        self._gains: dict[tuple[int, int], float] = {}
 
     def expected_tokens(self, num_drafts: int) -> float:
         """How many tokens a row that verifies so many drafts emits on average."""
@@ -65,14 +68,35 @@ class Speculation:
         """How many drafts the next step verifies per row and proposes again; 0 leaves the drafter
         out. `decode_rows` is the padded number of rows that decode.
         """
+        num_drafts = self.settled(decode_rows)
+        size = self._sizes.get(decode_rows)
+        if size is None or size.chosen is None or not self._is_probing(size):
+            return num_drafts
+        return self._probe(size)
+
+    def settled(self, decode_rows: int) -> int:
+        """What `choose` says where it tries nothing out."""
         size = self._sizes.get(decode_rows)
         if not self._adaptive or size is None or len(size.times_s) < len(self.choices):
             return self._num_drafts
-        speeds = {k: self.expected_tokens(k) / size.times_s[k] for k in self.choices}
+        speeds = {
+            k: self.expected_tokens(k) / size.times_s[k] * self._gain(decode_rows, k)
+            for k in self.choices
+        }
         best = max(speeds, key=speeds.__getitem__)
         if size.chosen is None or speeds[best] > speeds[size.chosen] * _BETTER:
             size.chosen = best
-        return self._probe(size) if self._is_probing(size) else size.chosen
+        return size.chosen
+
+    def overlaps(self, decode_rows: int, num_drafts: int) -> bool:
+        """Whether a batch with so many drafts per row is faster as two halves in turn."""
+        return self._gain(decode_rows, num_drafts) > 1
+
+    def observe_overlap(self, decode_rows: int, num_drafts: int, seconds: float) -> None:
+        """Half as many rows, verified while the other half was drafted for, took so long; to be
+        told right behind `observe_time` of all of them."""
+        gain = self._sizes[decode_rows].times_s[num_drafts] / (2 * seconds)
+        self._gains[decode_rows, num_drafts] = gain
 
     def observe_accepted(self, num_drafts: int, num_accepted: int) -> None:
         """One row verified `num_drafts` drafts, of which the first `num_accepted` were right."""
@@ -89,6 +113,10 @@ class Speculation:
         seconds = min(seconds, 2 * known)
         size.times_s[num_drafts] = known + _TIME_SHARE * (seconds - known)
         size.probe_budget_s += _PROBE_SHARE * seconds
+
+    def _gain(self, decode_rows: int, num_drafts: int) -> float:
+        gain = self._gains.get((decode_rows, num_drafts), 1.0)
+        return gain if gain > _BETTER else 1.0
 
     def _is_probing(self, size: _Size) -> bool:
         """Whether a probe is under way, or was begun now because the budget allows for it."""

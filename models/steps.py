@@ -130,9 +130,12 @@ class ModelRank:
             context_lens=emitted.context_lens,
         )
 
-    def write_drafts(self, slots: Tensor, drafts: Tensor) -> None:
-        """Give the slots `[D] int32` the drafts `[D, n] int32` that their next rows verify."""
+    def write_drafts(self, slots: Tensor, drafts: Tensor, num_drafts: Tensor | None = None) -> None:
+        """Give the slots `[D] int32` the drafts `[D, n] int32` that their next rows verify, and
+        `num_drafts [D] int32` of them, unless `verify` has said how many."""
         self.state.drafts[:, : drafts.shape[1]].index_put_((slots,), drafts)
+        if num_drafts is not None:
+            self.state.num_drafts.index_put_((slots,), num_drafts)
 
     def drop_drafts(self, slots: Tensor) -> None:
         """Let the next rows of the slots `[D] int32` verify none."""

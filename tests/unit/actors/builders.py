@@ -1,7 +1,7 @@
 """Engine configurations and requests made on the spot, without checkpoints."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from actors.config import Buckets, EngineConfig
 from actors.messages import GenerateRequest, Guide, SamplingParams
@@ -59,6 +59,7 @@ def engine_config(
     enable_prefix_caching: bool = True,
     drafter_positions: int = 4096,
     is_dedicated: bool = False,
+    overlap: Literal["auto", "always", "never"] = "never",
 ) -> EngineConfig:
     """`num_drafts` 0 is an engine without speculation; the pool defaults to one that is ample.
 
@@ -81,6 +82,7 @@ def engine_config(
         adaptive_drafts=adaptive_drafts,
         drafter_parallel_size=1 if num_drafts else 0,
         is_dedicated=is_dedicated,
+        overlap=overlap,
         tensor_parallel_size=1,
         dtype="float32",
         max_model_len=max_model_len,
