@@ -110,6 +110,8 @@ class Engine:
         self._stopped = False
         self._loss = ""
         self._busy_since = 0.0
+        # Kinds of steps that the ranks have not run yet, though requests are served already.
+        self._unwarmed: deque[Bucket] = deque()
 
     def check(self, message: GenerateRequest) -> None:
         """Raises `RequestRejected` where a request could never be served. Takes up to a second
@@ -187,10 +189,14 @@ class Engine:
             self.step()
 
     def restart(self, shards: ShardGroup) -> None:
-        """Go on with other ranks, not yet warm, from what was emitted. Call it where `run` has
-        raised `ShardsLost`."""
+        """Go on with other ranks from what was emitted. Call it where `run` has raised
+        `ShardsLost`.
+
+        They are warmed up between the steps that requests wait for.
+        """
         self._read_inbox()
         self._shards, self._loss = shards, ""
+        self._unwarmed = deque(self.scheduler.ladder.warm_up())
         if given_up := self.scheduler.restart():
             self._deliver(given_up)
 
@@ -207,12 +213,16 @@ class Engine:
         self._read_inbox()
         if self._drafters is not None:
             self._look_after(self._drafters)
-        if not self.scheduler.has_work:
-            return False
-        plan = self._schedule()
-        self._run(plan)
-        if not self.config.async_scheduling:
-            self._run(StepPlan(step=plan.step))
+        if self.scheduler.has_work:
+            plan = self._schedule()
+            self._run(plan)
+            if not self.config.async_scheduling:
+                self._run(StepPlan(step=plan.step))
+        if self._unwarmed:
+            self._drain()
+            self._run_padding(self._unwarmed.popleft())
+            if not self._unwarmed:
+                self._shards.seal()
         self._read_inbox()
         if not self.scheduler.has_work:
             self.scheduler.check_idle()
@@ -244,8 +254,7 @@ class Engine:
         if self.scheduler.has_drafter and not drafters.are_joined():
             self.scheduler.lose_drafter()
         if not self.scheduler.has_drafter and drafters.are_waiting():
-            if self.scheduler.num_unread:
-                self._run(StepPlan(step=0))
+            self._drain()
             drafters.join()
             if drafters.are_joined():
                 self.scheduler.regain_drafter()
@@ -282,6 +291,11 @@ class Engine:
             if plan.bucket is not None:
                 args["step"] = plan.step
         return plan
+
+    def _drain(self) -> None:
+        """Read what is unread."""
+        if self.scheduler.num_unread:
+            self._run(StepPlan(step=0))
 
     def _run(self, plan: StepPlan) -> None:
         """Submit `plan`; take in and deliver what the step before it emitted, if there is one."""
@@ -330,7 +344,9 @@ class Engine:
             raise EngineDead(f"step {plan.step} failed: {error!r}") from error
 
     def _is_due(self) -> bool:
-        return bool(self._stopped or self._loss or self._inbox or self.scheduler.has_work)
+        return bool(
+            self._stopped or self._loss or self._inbox or self._unwarmed or self.scheduler.has_work
+        )
 
     def _post(self, item: GenerateRequest | str) -> None:
         with self._wake:

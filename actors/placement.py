@@ -62,8 +62,11 @@ def _host_for(node_id: str) -> str:
 class RayShardGroup:
     """A `ShardGroup` of Ray actors, one per rank."""
 
-    def __init__(self, config: EngineConfig, group: PlacementGroup) -> None:
-        """Place and load every rank. Raises what a rank raised, with all ranks ended."""
+    def __init__(
+        self, config: EngineConfig, group: PlacementGroup, *, wait_for_drafters: bool = True
+    ) -> None:
+        """Place and load every rank of the target, and wait for dedicated drafters or let them come
+        later. Raises what a rank raised, with all ranks ended."""
         self._config, self._group = config, group
         # Until `seal`, a step may compile.
         self._timeout_s = config.warm_up_timeout_s
@@ -75,6 +78,9 @@ class RayShardGroup:
             if config.is_dedicated:
                 self.drafters = RayDrafters(config, self._place_drafters, self.actors)
             self._load()
+            if self.drafters is not None and wait_for_drafters:
+                self.drafters.wait()
+                self.drafters.join()
         except BaseException:
             self.close()
             raise
@@ -117,9 +123,6 @@ class RayShardGroup:
         self._channels = StepChannels(
             ray.get([shard.listen.remote(node_id) for shard in self.actors], timeout=timeout_s)
         )
-        if self.drafters is not None:
-            self.drafters.wait()
-            self.drafters.join()
 
     def _place_drafters(self) -> list[Any]:
         first = 1 + self._config.tensor_parallel_size

@@ -148,7 +148,10 @@ class Router:
         try:
             supervisor = Supervisor(
                 self._config,
-                lambda: RayShardGroup(self._config, self._group),
+                # Later ones have requests waiting.
+                lambda: RayShardGroup(
+                    self._config, self._group, wait_for_drafters=not ready.done()
+                ),
                 self._deliver,
                 _log_progress,
             )

@@ -37,7 +37,6 @@ class Supervisor(Generic[Shards]):
         self.shards = make_shards()
         self.engine = Engine(config, self.shards, deliver)
         self._make_shards = make_shards
-        self._on_progress = on_progress
         self._num_losses = 0
         self._emitted_at_loss = 0
         try:
@@ -72,7 +71,6 @@ class Supervisor(Generic[Shards]):
                 if self.engine.is_stopped:
                     break
                 self.engine.restart(self.shards)
-                self.engine.warm_up(self._on_progress)
             except Exception as another:
                 loss = another
                 continue

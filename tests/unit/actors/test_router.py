@@ -18,7 +18,7 @@ from tests.unit.actors.builders import engine_config, generate_request
 class SilentShards:
     """Ranks that take every step and never answer, until they are closed."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.closed = False
         self.actors: list[Any] = []
 

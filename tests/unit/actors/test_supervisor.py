@@ -51,11 +51,13 @@ class MortalShards:
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.in_flight: StepPlan | None = None
+        self.plans: list[StepPlan] = []
         self.sealed = self.closed = False
 
     def step(self, payload: bytes) -> bytes:
         assert not self.closed, "a step after the end"
         plan = decode_plan(payload)
+        self.plans.append(plan)
         if plan.rows and self.fault(plan):
             raise RuntimeError("a rank is gone")
         previous, self.in_flight = self.in_flight, plan if plan.bucket else None
@@ -149,10 +151,29 @@ def test_streams_go_on_where_they_were(ahead: bool, number: int) -> None:
     assert stats.output_tokens == sum(len(output_of(request)) for request in REQUESTS)
     assert stats.requests == {"length": len(REQUESTS)}
     assert [shards.closed for shards in world.made] == [True, True, False]
-    assert all(shards.sealed for shards in world.made)
+    assert world.made[0].sealed
     world.supervisor.engine.scheduler.check_idle()
     world.supervisor.close()
     assert world.made[-1].closed
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_new_ranks_serve_at_once_and_are_warmed_up_in_between(ahead: bool) -> None:
+    request = generate_request("r", 3, max_tokens=40)
+    world = World([in_step(3)], ahead)
+    world.run(request)
+    world.assert_whole(request)
+    buckets = world.supervisor.engine.scheduler.ladder.warm_up()
+    first, second = world.made
+    assert [plan.bucket for plan in first.plans if plan.bucket][: len(buckets)] == buckets
+    assert second.plans[0].rows, "requests wait for warm-up"
+    padding = [bool(plan.bucket and not plan.rows) for plan in second.plans]
+    rows = [bool(plan.rows) for plan in second.plans]
+    assert sum(rows[: padding.index(True)]) == 1
+    for _ in buckets:  # idle now, and warmed up all the same
+        world.supervisor.engine.step()
+    assert second.sealed
+    assert [p.bucket for p in second.plans if p.bucket and not p.rows] == buckets
 
 
 def test_a_request_that_kills_is_given_up_and_the_others_are_not() -> None:
