@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _TIMED_RUNS = 3
 
 
+# So many steps that requests wait for come between two that only warm up new ranks.
+_STEPS_PER_WARM_UP = 8
 # How often an idle engine with dedicated drafters looks after them.
 _DRAFTER_WATCH_S = 1.0
 
@@ -112,6 +114,7 @@ class Engine:
         self._busy_since = 0.0
         # Kinds of steps that the ranks have not run yet, though requests are served already.
         self._unwarmed: deque[Bucket] = deque()
+        self._steps_till_warm_up = 0
 
     def check(self, message: GenerateRequest) -> None:
         """Raises `RequestRejected` where a request could never be served. Takes up to a second
@@ -197,6 +200,7 @@ class Engine:
         self._read_inbox()
         self._shards, self._loss = shards, ""
         self._unwarmed = deque(self.scheduler.ladder.warm_up())
+        self._steps_till_warm_up = _STEPS_PER_WARM_UP
         if given_up := self.scheduler.restart():
             self._deliver(given_up)
 
@@ -219,10 +223,7 @@ class Engine:
             if not self.config.async_scheduling:
                 self._run(StepPlan(step=plan.step))
         if self._unwarmed:
-            self._drain()
-            self._run_padding(self._unwarmed.popleft())
-            if not self._unwarmed:
-                self._shards.seal()
+            self._warm_up_some()
         self._read_inbox()
         if not self.scheduler.has_work:
             self.scheduler.check_idle()
@@ -291,6 +292,17 @@ class Engine:
             if plan.bucket is not None:
                 args["step"] = plan.step
         return plan
+
+    def _warm_up_some(self) -> None:
+        """Behind every few steps run a kind of step that is missing; at once if none is wanted."""
+        self._steps_till_warm_up -= 1
+        if self.scheduler.has_work and self._steps_till_warm_up > 0:
+            return
+        self._steps_till_warm_up = _STEPS_PER_WARM_UP
+        self._drain()
+        self._run_padding(self._unwarmed.popleft())
+        if not self._unwarmed:
+            self._shards.seal()
 
     def _drain(self) -> None:
         """Read what is unread."""
