@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from actors.capacity import Strategy
 from actors.errors import ConfigError
 from models import hub
 from models.config import (
@@ -93,10 +94,14 @@ class EngineArgs(_Frozen):
     rank. `cpus_per_shard` and `threads_per_shard` apply to CPU shards: the first is what Ray
     reserves, the second how many threads a shard computes with (default: an equal share).
     `pin_threads` keeps each rank of an engine on cores of its own, counted from the first: for one
-    engine per machine. `step_timeout_s` is how long a shard may take for one step before it counts
-    as wedged, `warm_up_timeout_s` the same for a step of warm-up, which compiles, and
-    `load_timeout_s` for placing the shards and reading the weights; `exchange_timeout_s` how long a
-    step waits for dedicated drafters before it goes on without them.
+    engine per machine. A shard with `neuron_cores_per_shard` has so many NeuronCores to itself.
+    `placement_strategy` is Ray's: STRICT_PACK puts the whole engine on one node, PACK on as few as
+    there is room on, SPREAD on as many as there are. An engine that the cluster's nodes could never
+    hold is refused; with `wait_for_nodes` it waits for others. `step_timeout_s` is how long a shard
+    may take for one step before it counts as wedged, `warm_up_timeout_s` the same for a step of
+    warm-up, which compiles, and `load_timeout_s` for placing the shards and reading the weights;
+    `exchange_timeout_s` how long a step waits for dedicated drafters before it goes on without
+    them.
     `async_scheduling` plans and submits a step before the output of the one before it was read.
     `enable_prefix_caching` shares the KV of equal beginnings of prompts between requests.
     A served stream gets its tokens every `stream_interval_s`, the first and last at once; 0 sends
@@ -123,6 +128,9 @@ class EngineArgs(_Frozen):
     cpus_per_shard: float = Field(default=0.5, ge=0.0001)
     threads_per_shard: int | None = Field(default=None, ge=1)
     pin_threads: bool = False
+    neuron_cores_per_shard: int | None = Field(default=None, ge=1)
+    placement_strategy: Strategy = "STRICT_PACK"
+    wait_for_nodes: bool = False
     step_timeout_s: float = Field(default=120.0, gt=0)
     backend: Literal["auto", "cpu", "eager"] = "auto"
     exact: bool | None = None
@@ -165,6 +173,9 @@ class EngineConfig(_Frozen):
     cpus_per_shard: float
     threads_per_shard: int | None
     pin_threads: bool
+    neuron_cores_per_shard: int | None
+    placement_strategy: Strategy
+    wait_for_nodes: bool
     step_timeout_s: float
     backend: Literal["cpu", "eager"]
     exact: bool
@@ -217,6 +228,11 @@ class EngineConfig(_Frozen):
                 f"max_num_batched_tokens is {args.max_num_batched_tokens}, max_num_seqs "
                 f"{args.max_num_seqs} needs at least {verify_rows}"
             )
+        if args.pin_threads and args.placement_strategy != "STRICT_PACK":
+            raise ConfigError(
+                f"placement_strategy is {args.placement_strategy}, pin_threads needs STRICT_PACK: "
+                "it counts the cores of one machine for all ranks"
+            )
         return cls(
             served_model_name=args.served_model_name or args.model,
             target_path=target_path,
@@ -237,6 +253,9 @@ class EngineConfig(_Frozen):
             cpus_per_shard=args.cpus_per_shard,
             threads_per_shard=args.threads_per_shard,
             pin_threads=args.pin_threads,
+            neuron_cores_per_shard=args.neuron_cores_per_shard,
+            placement_strategy=args.placement_strategy,
+            wait_for_nodes=args.wait_for_nodes,
             step_timeout_s=args.step_timeout_s,
             backend=backend,
             exact=_exact(args, backend, dtype),

@@ -1,7 +1,6 @@
 """One rank of a dedicated drafter: its own process and device, beside those of the target."""
 
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -11,8 +10,9 @@ from actors.config import EngineConfig
 from actors.messages import Bucket, StepPlan, decode_plan
 from actors.rank import Rank
 from actors.shard_inputs import write_page_updates
+from models.backends.backend import Rendezvous
 from models.drafting import DrafterRank, DraftInputs
-from models.exchange import Exchange, ExchangeShape, connect_store, open_store
+from models.exchange import Exchange, ExchangeShape, join_exchange, open_store
 from models.kv_cache import allocate
 from models.registry import DRAFTERS
 from models.target import Vocabulary
@@ -39,20 +39,19 @@ class DrafterShard(Rank):
         self._store = open_store(host)
         return f"{host}:{self._store.port}"
 
-    def join_targets(self, address: str) -> None:
-        """Meet the target's ranks at the store `host:port`. Raises `RuntimeError` where they don't
-        come."""
+    def join_exchange(self, store: str, host: str) -> None:
+        """Meet the target's ranks at the `host:port` of the store; `host` is the address of this
+        rank's machine that they reach. Raises `RuntimeError` where they don't come."""
         config = self._config
-        timeout = timedelta(seconds=config.exchange_timeout_s)
-        num_targets = config.tensor_parallel_size
 
         def join() -> None:
-            self._exchange = Exchange.join(
-                connect_store(address, timeout),
-                num_targets + self._rank,
-                num_targets,
+            self._exchange = join_exchange(
+                store,
+                host,
+                config.tensor_parallel_size + self._rank,
+                config.tensor_parallel_size,
                 config.drafter_parallel_size,
-                timeout,
+                config.exchange_timeout_s,
             )
 
         self._backend.submit(join).result()
@@ -111,7 +110,7 @@ class DrafterShard(Rank):
             dtype=getattr(torch, self._config.dtype),
         )
 
-    def _load(self, rendezvous: str | None) -> None:
+    def _load(self, rendezvous: Rendezvous | None) -> None:
         config, backend = self._config, self._backend
         assert config.drafter is not None
         assert config.drafter_path is not None

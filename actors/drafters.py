@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from actors import ranks
 from actors.channel import Address, StepChannels, StepFailed
 from actors.config import EngineConfig
 
@@ -40,7 +41,7 @@ class RayDrafters:
         self._joined_at = 0.0
         self._num_losses = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafters")
-        self._loaded: Future[_Loaded] | None = None
+        self._loaded: Future[list[Address]] | None = None
         self._start()
 
     def wait(self) -> None:
@@ -69,15 +70,11 @@ class RayDrafters:
     def join(self) -> None:
         """See `DrafterGroup`. Raises `RayError` where the target's ranks fail, too."""
         assert self._loaded is not None
-        loaded, self._loaded = self._loaded.result(), None
+        addresses, self._loaded = self._loaded.result(), None
         timeout_s = 2 * self._config.exchange_timeout_s
         try:
-            ray.get(
-                [rank.join_drafters.remote(loaded.exchange) for rank in self._targets]
-                + [rank.join_targets.remote(loaded.exchange) for rank in self._actors],
-                timeout=timeout_s,
-            )
-            self._channels = StepChannels(loaded.addresses)
+            self._meet(timeout_s)
+            self._channels = StepChannels(addresses)
         except Exception as error:
             # All of the target's ranks must agree, and one may have joined.
             left = [rank.leave_drafters.remote() for rank in self._targets]
@@ -106,6 +103,20 @@ class RayDrafters:
         self._end()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _meet(self, timeout_s: float) -> None:
+        """Let the ranks of target and drafter join one exchange."""
+        everyone = [*self._targets, *self._actors]
+        hosts = ranks.hosts_of(everyone, timeout_s)
+        first = len(self._targets)
+        store = ray.get(self._actors[0].open_exchange.remote(hosts[first]), timeout=timeout_s)
+        ray.get(
+            [
+                rank.join_exchange.remote(store, host)
+                for rank, host in zip(everyone, hosts, strict=True)
+            ],
+            timeout=timeout_s,
+        )
+
     def _lose(self, reason: str) -> None:
         """End what is left of them and start others."""
         lasted = self._channels is not None and time.monotonic() - self._joined_at > _LASTED_S
@@ -126,32 +137,16 @@ class RayDrafters:
             self._channels.hang_up()
         self._channels = self._loaded = None
         actors, self._actors = self._actors, []
-        for actor in actors:
-            kill(actor)
+        ranks.kill(actors)
 
 
-class _Loaded:
-    """Where ranks that are loaded take their steps, and where all ranks are to meet."""
-
-    def __init__(self, addresses: Sequence[Address], exchange: str) -> None:
-        self.addresses, self.exchange = addresses, exchange
-
-
-def _load(config: EngineConfig, actors: Sequence[Any]) -> _Loaded:
-    """Load and warm up ranks. Raises what one of them raised."""
-    rendezvous = None
-    if len(actors) > 1:
-        rendezvous = ray.get(actors[0].rendezvous.remote(), timeout=config.load_timeout_s)
-    ray.get([rank.load.remote(rendezvous) for rank in actors], timeout=config.load_timeout_s)
-    ray.get([rank.warm_up.remote() for rank in actors], timeout=config.load_timeout_s)
+def _load(config: EngineConfig, actors: Sequence[Any]) -> list[Address]:
+    """Load and warm up ranks; where they take their steps. Raises what one of them raised."""
+    timeout_s = config.load_timeout_s
+    ranks.load(actors, timeout_s)
+    ray.get([rank.warm_up.remote() for rank in actors], timeout=timeout_s)
     node_id = ray.get_runtime_context().get_node_id()
-    addresses = ray.get([rank.listen.remote(node_id) for rank in actors], timeout=60)
-    return _Loaded(addresses, ray.get(actors[0].meeting_point.remote(node_id), timeout=60))
-
-
-def kill(actor: Any) -> None:
-    """End an actor's process; the others of its group must go all the same where that fails."""
-    try:
-        ray.kill(actor)
-    except ray.exceptions.RayError as error:
-        logger.warning("a shard could not be killed: %s", error)
+    addresses: list[Address] = ray.get(
+        [rank.listen.remote(node_id) for rank in actors], timeout=timeout_s
+    )
+    return addresses

@@ -93,6 +93,11 @@ class LLM:
                 "speculative_config.placement is dedicated; LLM runs one rank in one process, use "
                 "`serve run` for more"
             )
+        if self.config.neuron_cores_per_shard is not None:
+            raise ConfigError(
+                f"neuron_cores_per_shard is {self.config.neuron_cores_per_shard}; LLM reserves no "
+                "NeuronCores, use `serve run`"
+            )
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._batch = _Batch()
         self._shard = Shard(self.config, rank=0, trace=trace)

@@ -12,25 +12,19 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors import ranks
+from actors.bundles import shard_resources
 from actors.channel import Address, StepChannels, StepServer
+from actors.cluster import wait_for
 from actors.config import EngineConfig
 from actors.drafter_shard import DrafterShard
-from actors.drafters import RayDrafters, kill
+from actors.drafters import RayDrafters
 from actors.rank import Rank
 from actors.shard import Shard
 
 logger = logging.getLogger(__name__)
 
-# The router itself mostly waits; its share only has to exist.
-ROUTER_CPUS = 0.1
 _SPIN_COUNT = os.environ.get("GOMP_SPINCOUNT", "200000")
-
-
-def bundles(config: EngineConfig) -> list[dict[str, float]]:
-    """One engine's placement group: the router in bundle 0, then the target's ranks, then those of
-    a dedicated drafter."""
-    shard = {"CPU": config.cpus_per_shard}
-    return [{"CPU": ROUTER_CPUS}, *[shard] * config.num_ranks]
 
 
 class _RayRank(Rank):
@@ -38,8 +32,15 @@ class _RayRank(Rank):
 
     def listen(self, driver_node_id: str) -> Address:
         """Where its steps are taken: not open to other machines where the driver is on this one."""
-        self._server = StepServer(self.step, _host_for(driver_node_id))
+        is_near = ray.get_runtime_context().get_node_id() == driver_node_id
+        host = "127.0.0.1" if is_near else self.node_address()
+        self._server = StepServer(self.step, host)
         return self._server.address
+
+    def node_address(self) -> str:
+        """Where other nodes reach this rank's."""
+        address: str = ray.util.get_node_ip_address()
+        return address
 
 
 class _RayShard(_RayRank, Shard):
@@ -47,16 +48,7 @@ class _RayShard(_RayRank, Shard):
 
 
 class _RayDrafterShard(_RayRank, DrafterShard):
-    def meeting_point(self, driver_node_id: str) -> str:
-        """Where the ranks of target and drafter are to meet, see `open_exchange`."""
-        return self.open_exchange(_host_for(driver_node_id))
-
-
-def _host_for(node_id: str) -> str:
-    """The address of this machine for those on that node."""
-    if ray.get_runtime_context().get_node_id() == node_id:
-        return "127.0.0.1"
-    return str(ray.util.get_node_ip_address())
+    pass
 
 
 class RayShardGroup:
@@ -65,8 +57,9 @@ class RayShardGroup:
     def __init__(
         self, config: EngineConfig, group: PlacementGroup, *, wait_for_drafters: bool = True
     ) -> None:
-        """Place and load every rank of the target, and wait for dedicated drafters or let them come
-        later. Raises what a rank raised, with all ranks ended."""
+        """Place and load every rank of the target, once there is room, and wait for dedicated
+        drafters or let them come later. Raises what a rank raised, with all ranks ended."""
+        wait_for(group, config)
         self._config, self._group = config, group
         # Until `seal`, a step may compile.
         self._timeout_s = config.warm_up_timeout_s
@@ -106,8 +99,7 @@ class RayShardGroup:
     def close(self) -> None:
         """Kill every rank: one that waits in a collective for a dead peer would never end."""
         actors, self.actors = self.actors, []
-        for shard in actors:
-            kill(shard)
+        ranks.kill(actors)
         if self._channels is not None:
             self._channels.hang_up()
         if self.drafters is not None:
@@ -115,10 +107,7 @@ class RayShardGroup:
 
     def _load(self) -> None:
         timeout_s = self._config.load_timeout_s
-        rendezvous = None
-        if len(self.actors) > 1:
-            rendezvous = ray.get(self.actors[0].rendezvous.remote(), timeout=timeout_s)
-        ray.get([shard.load.remote(rendezvous) for shard in self.actors], timeout=timeout_s)
+        ranks.load(self.actors, timeout_s)
         node_id = ray.get_runtime_context().get_node_id()
         self._channels = StepChannels(
             ray.get([shard.listen.remote(node_id) for shard in self.actors], timeout=timeout_s)
@@ -137,6 +126,7 @@ class RayShardGroup:
             ray.remote(kind)
             .options(
                 num_cpus=self._config.cpus_per_shard,
+                resources=shard_resources(self._config),
                 max_restarts=0,
                 # How long threads wait awake for each other at the end of a parallel region; read
                 # once, when the worker loads torch (docs/decisions.md).

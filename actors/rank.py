@@ -1,13 +1,14 @@
 """What every rank of an engine is: a process with a device, beside others of its kind."""
 
 import os
-import socket
+from socket import socket
 
 import torch
 from safetensors.torch import save_file
 
 from actors.config import EngineConfig
-from models.backends.backend import Backend
+from models.backends import gloo
+from models.backends.backend import Backend, Rendezvous
 from models.backends.cpu import CpuBackend
 from models.backends.eager import EagerBackend
 
@@ -22,21 +23,31 @@ class Rank:
         self._rank, self._place = rank, place
         self._num_threads = config.threads_per_shard or _equal_share(config.num_ranks)
         self._backend = _backend(config, self._num_threads)
+        self._listener: socket | None = None
 
     def rendezvous(self, host: str = "127.0.0.1") -> str:
-        """A free `host:port` of this rank's machine, for its kind's process group to meet at."""
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+        """A `host:port` of this rank's machine, for its kind's process group to meet at.
 
-    def load(self, rendezvous: str | None = None) -> None:
-        """Join the other ranks and load this rank's slices; `rendezvous` is needed with several.
+        Called on the first rank, which listens there from now on.
+        """
+        self._listener = gloo.listen(host)
+        return f"{host}:{self._listener.getsockname()[1]}"
+
+    def load(self, rendezvous: str | None = None, host: str = "127.0.0.1") -> None:
+        """Join the other ranks and load this rank's slices.
+
+        `rendezvous` is needed with several ranks; `host` is the address of this rank's machine that
+        the others reach.
 
         Raises `CheckpointRefused` where a checkpoint does not hold what its config promises.
         """
         if self._config.pin_threads:
             self._backend.submit(self._pin).result()
-        self._backend.submit(lambda: self._load(rendezvous)).result()
+        meeting = None
+        if rendezvous is not None:
+            listener, self._listener = self._listener, None
+            meeting = Rendezvous(rendezvous, host, listener)
+        self._backend.submit(lambda: self._load(meeting)).result()
 
     def step(self, payload: bytes) -> bytes:
         """Take part in the step that the encoded `StepPlan` in `payload` says."""
@@ -54,7 +65,7 @@ class Rank:
         """Finish what was submitted and let go of the device."""
         self._backend.close()
 
-    def _load(self, rendezvous: str | None) -> None:
+    def _load(self, rendezvous: Rendezvous | None) -> None:
         raise NotImplementedError
 
     def _save(self, name: str, captured: dict[str, torch.Tensor]) -> None:

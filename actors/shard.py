@@ -3,7 +3,6 @@
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from actors.rank import Rank
 from actors.shard_inputs import step_inputs, write_page_updates, write_samplings
 from actors.shard_outputs import HostResult, on_host, step_output
 from actors.trace import DEVICE, Trace
+from models.backends.backend import Rendezvous
 from models.drafting import DrafterRank, DraftInputs
-from models.exchange import Exchange, connect_store
+from models.exchange import join_exchange
 from models.kv_cache import allocate
 from models.registry import DRAFTERS, TARGETS
 from models.remote_drafting import RemoteDrafting
@@ -73,21 +73,25 @@ class Shard(Rank):
             result = previous.exchanged.result()
         return encode(step_output(previous.plan, result, self._backend.late_compiles))
 
-    def join_drafters(self, address: str) -> None:
-        """Meet the dedicated drafters at the store `host:port`, between two steps.
+    def join_exchange(self, store: str, host: str) -> None:
+        """Meet the dedicated drafters at the `host:port` of their store, between two steps; `host`
+        is the address of this rank's machine that they reach.
 
         Raises `RuntimeError` where they don't come.
         """
         assert self._remote is not None, "load() first"
         remote, config = self._remote, self._config
-        timeout = timedelta(seconds=config.exchange_timeout_s)
 
         def join() -> None:
-            store = connect_store(address, timeout)
-            num_drafters = config.drafter_parallel_size
-            remote.join(
-                Exchange.join(store, self._rank, config.tensor_parallel_size, num_drafters, timeout)
+            exchange = join_exchange(
+                store,
+                host,
+                self._rank,
+                config.tensor_parallel_size,
+                config.drafter_parallel_size,
+                config.exchange_timeout_s,
             )
+            remote.join(exchange)
 
         self._backend.submit(join).result()
 
@@ -145,7 +149,7 @@ class Shard(Rank):
     def _span(self, step: int) -> AbstractContextManager[Any]:
         return self._trace.span("step", DEVICE, step=step) if self._trace else nullcontext()
 
-    def _load(self, rendezvous: str | None) -> None:
+    def _load(self, rendezvous: Rendezvous | None) -> None:
         config, backend = self._config, self._backend
         tp = backend.init_rank(self._rank, config.tensor_parallel_size, rendezvous)
         dtype = getattr(torch, config.dtype)

@@ -1,6 +1,8 @@
 """The Serve deployment that clients meet: HTTP and gRPC in front of the router."""
 
-from collections.abc import AsyncGenerator
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
 
 from fastapi import FastAPI
 from ray import serve
@@ -16,15 +18,25 @@ from app.resume import resuming
 from app.service import Engine, Service
 from app.tokenizer import Tokenizer
 
+logger = logging.getLogger("ray.serve")
+
 
 @serve.ingress()
 class OpenAIServer:
-    """Stateless: any number of replicas. `remote_grpc` opens gRPC to other machines."""
+    """Stateless: any number of replicas. `remote_grpc` opens gRPC to other machines.
+
+    `report_wait` logs why the router is not placed yet; it can't say so itself.
+    """
 
     def __init__(
-        self, router: DeploymentHandle, config: EngineConfig, remote_grpc: bool = False
+        self,
+        router: DeploymentHandle,
+        config: EngineConfig,
+        report_wait: Callable[[], None],
+        remote_grpc: bool = False,
     ) -> None:
         self._router = router
+        self._report_wait = report_wait
         self._service = Service(
             config, Tokenizer.load(config.target_path), resuming(engine_of(router))
         )
@@ -47,6 +59,13 @@ class OpenAIServer:
                 yield chunk
         finally:
             await stream.aclose()
+
+    async def check_health(self) -> None:
+        """Serve's own health check. This replica is well; is the router placed?"""
+        try:
+            await asyncio.to_thread(self._report_wait)
+        except Exception:
+            logger.exception("could not see whether the router is placed")
 
     async def _check_router(self) -> None:
         await self._router.check.remote()

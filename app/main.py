@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 
+from actors.bundles import ROUTER_CPUS, bundles
+from actors.cluster import WaitReport, refuse_impossible
 from actors.config import resolve_served
-from actors.placement import ROUTER_CPUS, bundles
 from actors.router import Router, max_requests
 from app.ingress import OpenAIServer
 
@@ -17,16 +19,18 @@ _HEALTH_CHECK_PERIOD_S = 2.0
 def build(args: dict[str, Any]) -> Application:
     """One engine behind an OpenAI-compatible server; `args` are those of `resolve_served`.
 
-    Raises `ConfigError`, one line, before anything is placed.
+    Raises `ConfigError`, one line, before anything is placed: also where the nodes of the cluster
+    it is called on could never hold the engine.
     """
     config, remote_grpc = resolve_served(args)
+    if ray.is_initialized():
+        refuse_impossible(config)
     router = (
         serve.deployment(Router)
         .options(
             ray_actor_options={"num_cpus": ROUTER_CPUS},
             placement_group_bundles=bundles(config),
-            # All ranks on one node: they meet on loopback.
-            placement_group_strategy="STRICT_PACK",
+            placement_group_strategy=config.placement_strategy,
             # Far above what the router takes: it refuses the rest itself, and answers health
             # checks meanwhile.
             max_ongoing_requests=2 * max_requests(config),
@@ -41,5 +45,5 @@ def build(args: dict[str, Any]) -> Application:
             ray_actor_options={"num_cpus": _SERVER_CPUS},
             max_ongoing_requests=2 * max_requests(config),
         )
-        .bind(router, config, remote_grpc=remote_grpc)
+        .bind(router, config, WaitReport(config), remote_grpc=remote_grpc)
     )

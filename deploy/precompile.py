@@ -15,35 +15,34 @@ from ray.util.placement_group import placement_group
 from rich.console import Console
 from rich.progress import Progress
 
+from actors.bundles import bundles
+from actors.cluster import refuse_impossible
 from actors.config import EngineConfig
 from actors.engine import Engine
 from actors.errors import ConfigError
-from actors.placement import RayShardGroup, bundles
+from actors.placement import RayShardGroup
 from deploy.check import check
-
-_PLACEMENT_TIMEOUT_S = 60
 
 
 def precompile(config: EngineConfig) -> float:
     """Load and warm up one engine on the running Ray, and end it; the seconds it took.
 
-    Raises `ConfigError` where the machine can't hold the engine, and what a rank raised.
+    Raises `ConfigError` where its nodes can't hold the engine, and what a rank raised.
     """
     started = time.monotonic()
-    group = placement_group(bundles(config), strategy="STRICT_PACK")
-    if not group.wait(_PLACEMENT_TIMEOUT_S):
-        raise ConfigError(
-            f"{config.served_model_name}: this machine has no room for {bundles(config)}"
-        )
-    shards = RayShardGroup(config, group)
+    refuse_impossible(config)
+    group = placement_group(bundles(config), strategy=config.placement_strategy)
+    shards = None
     try:
+        shards = RayShardGroup(config, group)
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(config.served_model_name, total=None)
             Engine(config, shards, lambda chunks: None).warm_up(
                 lambda done, total: bar.update(task, completed=done, total=total)
             )
     finally:
-        shards.close()
+        if shards is not None:
+            shards.close()
         ray.util.remove_placement_group(group)
     return time.monotonic() - started
 

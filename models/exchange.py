@@ -2,26 +2,20 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from models.backends import gloo
 from models.drafting import DraftInputs
 
 
 def open_store(host: str) -> TCPStore:
     """A store at `host`, on a port that is free, for the ranks of an exchange to meet at."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
-
-
-def connect_store(address: str, timeout: timedelta) -> TCPStore:
-    """The store at `host:port`. Raises `RuntimeError` where there is none."""
-    host, port = address.rsplit(":", 1)
-    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    return gloo.open_store(gloo.listen(host), host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +53,6 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, num_targets: int) -> None:
         self._group: dist.ProcessGroup | None = group
         self._num_targets, self._size, self._rank = num_targets, group.size(), group.rank()
-
-    @classmethod
-    def join(
-        cls, store: Store, rank: int, num_targets: int, num_drafters: int, timeout: timedelta
-    ) -> "Exchange":
-        """Meet the others at `store`; no call of this exchange then takes longer than `timeout`.
-
-        Raises `RuntimeError` where not all of them come.
-        """
-        size = num_targets + num_drafters
-        group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        return cls(group, num_targets)
 
     def leave(self) -> None:
         """Hang up, so that whoever waits for this rank fails too."""
@@ -115,3 +97,20 @@ class Exchange:
         if self._group is None:
             raise RuntimeError("this rank has left the exchange")
         return self._group
+
+
+def join_exchange(
+    store: str, host: str, rank: int, num_targets: int, num_drafters: int, timeout_s: float
+) -> Exchange:
+    """Meet the others at `store`, a `host:port` of `open_store`; no call of the exchange then takes
+    longer than `timeout_s`. This rank listens at `host` only.
+
+    Raises `RuntimeError` where not all of them come.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store_host, _, port = store.rpartition(":")
+    client = TCPStore(
+        store_host, int(port), is_master=False, wait_for_workers=False, timeout=timeout
+    )
+    group = gloo.group_apart(client, host, rank, num_targets + num_drafters, timeout)
+    return Exchange(group, num_targets)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
+from socket import socket
 from typing import Protocol, TypeVar
 
 from models.ops import Ops
@@ -9,6 +11,19 @@ from models.parallel import TensorParallel
 
 T = TypeVar("T")
 Region = TypeVar("Region", bound=Callable[..., object])
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where ranks meet: the `host:port` of their store, and what this rank brings there.
+
+    `host` is the address of this rank's machine that the others reach. Rank 0 may have a `listener`
+    at `address` already, which the store takes over.
+    """
+
+    address: str
+    host: str = "127.0.0.1"
+    listener: socket | None = None
 
 
 class Backend(Protocol):
@@ -20,8 +35,8 @@ class Backend(Protocol):
     ops: Ops
     late_compiles: int
 
-    def init_rank(self, rank: int, size: int, rendezvous: str | None) -> TensorParallel:
-        """Join the other ranks' process group at `host:port`; needed only with several."""
+    def init_rank(self, rank: int, size: int, rendezvous: Rendezvous | None) -> TensorParallel:
+        """Join the other ranks' process group at `rendezvous`; needed only with several."""
 
     def compile(self, region: Region) -> Region:
         """`region` compiled for every set of shapes it is called with, at the first such call."""

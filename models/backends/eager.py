@@ -1,21 +1,18 @@
 """The eager backend: plain torch, run first-in first-out on one device thread. For debugging."""
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from models.backends.backend import Region
+from models.backends import gloo
+from models.backends.backend import Region, Rendezvous
 from models.backends.device_thread import DeviceThread
 from models.ops import Ops, TorchOps
 from models.parallel import TensorParallel
 
 T = TypeVar("T")
-
-_GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 class EagerBackend:
@@ -27,22 +24,12 @@ class EagerBackend:
         self.late_compiles = 0
         self._device: DeviceThread | None = DeviceThread.acquire(num_threads)
 
-    def init_rank(self, rank: int, size: int, rendezvous: str | None) -> TensorParallel:
+    def init_rank(self, rank: int, size: int, rendezvous: Rendezvous | None) -> TensorParallel:
         """See `Backend.init_rank`; ranks meet over gloo."""
         if size == 1:
             return TensorParallel()
         assert rendezvous is not None
-        if rendezvous.startswith("127."):
-            # Left alone, gloo would take the interface that the host's name resolves to.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{rendezvous}",
-            rank=rank,
-            world_size=size,
-            timeout=_GROUP_TIMEOUT,
-        )
-        return TensorParallel(rank, size, dist.group.WORLD)
+        return TensorParallel(rank, size, gloo.join(rank, size, rendezvous))
 
     def compile(self, region: Region) -> Region:
         """The region as it is."""

@@ -18,10 +18,10 @@ from ray import serve
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.serve.handle import DeploymentHandle
 
+from actors.bundles import ROUTER_CPUS, bundles
 from actors.config import EngineConfig
 from actors.llm import LLM
 from actors.messages import GenerateRequest, SamplingParams, TokenChunk
-from actors.placement import ROUTER_CPUS, bundles
 from actors.router import Router
 from app.ingress import engine_of
 from app.resume import resuming

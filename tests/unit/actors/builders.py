@@ -100,6 +100,9 @@ def engine_config(
         warm_up_timeout_s=10.0,
         exchange_timeout_s=10.0,
         load_timeout_s=10.0,
+        neuron_cores_per_shard=None,
+        placement_strategy="STRICT_PACK",
+        wait_for_nodes=False,
         debug_logits_dir=None,
         buckets=Buckets(
             decode_sequences=doublings(1, max_num_seqs),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from actors.bundles import bundles
 from actors.config import EngineConfig
 from actors.errors import ConfigError
 
@@ -119,6 +120,8 @@ def test_what_the_user_sets_is_kept(target: Save) -> None:
         "cpus_per_shard": 1.5,
         "threads_per_shard": 2,
         "pin_threads": True,
+        "neuron_cores_per_shard": 2,
+        "wait_for_nodes": True,
         "step_timeout_s": 9.0,
         "backend": "eager",
         "exact": False,
@@ -500,3 +503,35 @@ def test_the_config_is_constant_and_crosses_processes(target: Save, drafter: Sav
     with pytest.raises(ValidationError, match="frozen"):
         config.max_num_seqs = 1
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_placement_is_on_one_node_without_cores_by_default(target: Save) -> None:
+    config = resolve(target())
+    assert config.placement_strategy == "STRICT_PACK"
+    assert bundles(config) == [{"CPU": 0.1}, {"CPU": 0.5}]
+
+
+def test_a_bundle_per_rank_behind_the_routers(target: Save) -> None:
+    config = resolve(
+        target(), tensor_parallel_size=2, neuron_cores_per_shard=2, placement_strategy="SPREAD"
+    )
+    assert bundles(config) == [{"CPU": 0.1}, *[{"CPU": 0.5, "neuron_cores": 2}] * 2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"neuron_cores_per_shard": 0.5}, "neuron_cores_per_shard.*integer.*0.5"),
+        ({"neuron_cores_per_shard": 0}, "neuron_cores_per_shard.*greater than or equal to 1"),
+        ({"placement_strategy": "STRICT_SPREAD"}, "placement_strategy.*'SPREAD'.*STRICT_SPREAD"),
+        (
+            {"placement_strategy": "PACK", "pin_threads": True},
+            "placement_strategy is PACK, pin_threads needs STRICT_PACK",
+        ),
+    ],
+)
+def test_a_placement_that_cannot_work_is_refused(
+    target: Save, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(target(), **args)
