@@ -28,7 +28,13 @@ from benchmarks.prompts import SAMPLE
 from benchmarks.server import ROOT, Server, leftovers, serving
 
 # By what Ray calls their processes.
-PARTS = {"shard": "_RayShard", "router": ":Router", "server": ":OpenAIServer"}
+PARTS = {
+    "shard": "_RayShard",
+    "drafter": "_RayDrafterShard",
+    "router": ":Router",
+    "server": ":OpenAIServer",
+}
+NODE = "node"
 _MAX_CHARS = 400
 _RETRY_AFTER_S = 0.5
 _RECOVERED_WITHIN_S = 300.0
@@ -163,8 +169,12 @@ async def wait_until(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.1)
 
 
-def kill_one(server: Server, kind: str, rng: random.Random) -> None:
-    """SIGKILL to a random process of this kind."""
+async def kill_one(server: Server, kind: str, rng: random.Random) -> None:
+    """SIGKILL to a random process of this kind, or to all of the node that runs a router."""
+    if kind == NODE:
+        assert server.nodes is not None
+        await asyncio.to_thread(server.nodes.kill_worker, PARTS["router"])
+        return
     found = []
     for process in leftovers(server.temp_dir):
         try:
@@ -198,10 +208,13 @@ async def run(
             for kind in kinds:
                 begun = time.monotonic()
                 await wait_until(partial(_any_heard, streams, begun), "a stream is in flight")
-                kill_one(server, kind, rng)
                 kill = Kill(kind, time.monotonic())
                 record.kills.append(kill)
+                await kill_one(server, kind, rng)
                 on_kill()
+                if kind == NODE:
+                    assert server.nodes is not None
+                    await asyncio.to_thread(server.nodes.add_worker)
                 await wait_until(partial(_all_heard, streams, kill.at), "every stream goes on")
                 await asyncio.sleep(rng.uniform(*_QUIET_S))
         finally:
@@ -229,12 +242,19 @@ def main(
     config: Annotated[
         Path, typer.Option(help="A Serve config file, whose `args` are served.")
     ] = ROOT / "serve_config.yaml",
+    workers: Annotated[
+        int, typer.Option(min=0, help="Worker nodes of the cluster; 0 kills none.")
+    ] = 2,
 ) -> None:
-    """Stream answers, half of them sampled, while shards, routers and servers are killed."""
+    """Stream answers, half of them sampled, while parts of what serves them are killed: shards,
+    dedicated drafters, routers, servers, whole nodes."""
     texts = [text for text in options.read_texts(file, None) if len(text) <= _MAX_CHARS]
     args = yaml.safe_load(config.read_text(encoding="utf-8"))["applications"][0]["args"]
+    if speculative := args.get("speculative_config"):
+        args["speculative_config"] = {**speculative, "placement": "dedicated"}
     rng = random.Random(seed)
-    kinds = [*islice(cycle(PARTS), kills)]
+    parts = [part for part in PARTS if speculative or part != "drafter"]
+    kinds = [*islice(cycle([*parts, NODE] if workers else parts), kills)]
     rng.shuffle(kinds)
     wanted = [
         Stream(
@@ -250,7 +270,7 @@ def main(
         for i, text in enumerate(islice(cycle(texts), streams))
     ]
     with (
-        serving(args) as server,
+        serving(args, workers=workers) as server,
         Progress(console=_console, transient=True, refresh_per_second=1) as bar,
     ):
         task = bar.add_task("kills", total=kills)
