@@ -262,7 +262,7 @@ class EngineConfig(_Frozen):
             late_compile=args.late_compile,
             warm_up_timeout_s=args.warm_up_timeout_s,
             load_timeout_s=args.load_timeout_s,
-            exchange_timeout_s=args.exchange_timeout_s,
+            exchange_timeout_s=_exchange_timeout_s(args),
             debug_logits_dir=Path(args.debug_logits_dir).absolute()
             if args.debug_logits_dir
             else None,
@@ -328,6 +328,16 @@ def kv_bytes_per_page(
 def _is_dedicated(args: EngineArgs) -> bool:
     speculative = args.speculative_config
     return speculative is not None and speculative.placement == "dedicated"
+
+
+def _exchange_timeout_s(args: EngineArgs) -> float:
+    """A step must outlast its exchange, or silent drafters would cost the target's ranks too."""
+    if _is_dedicated(args) and args.exchange_timeout_s >= args.step_timeout_s:
+        raise ConfigError(
+            f"exchange_timeout_s is {args.exchange_timeout_s:g}, it must be less than "
+            f"step_timeout_s, {args.step_timeout_s:g}"
+        )
+    return args.exchange_timeout_s
 
 
 def _overlap(args: EngineArgs) -> Literal["auto", "always", "never"]:

@@ -43,6 +43,8 @@ class DrafterShard(Rank):
         """Meet the target's ranks at the `host:port` of the store; `host` is the address of this
         rank's machine that they reach. Raises `RuntimeError` where they don't come."""
         config = self._config
+        # The target's ranks come once they have computed, or compiled, for as long as they may.
+        timeout_s = config.exchange_timeout_s + max(config.step_timeout_s, config.warm_up_timeout_s)
 
         def join() -> None:
             self._exchange = join_exchange(
@@ -51,7 +53,7 @@ class DrafterShard(Rank):
                 config.tensor_parallel_size + self._rank,
                 config.tensor_parallel_size,
                 config.drafter_parallel_size,
-                config.exchange_timeout_s,
+                timeout_s,
             )
 
         self._backend.submit(join).result()
@@ -63,7 +65,13 @@ class DrafterShard(Rank):
         """
         plan = decode_plan(payload)
         if plan.bucket is not None:
-            self._backend.submit(lambda: self._run(plan)).result()
+            try:
+                self._backend.submit(lambda: self._run(plan)).result()
+            except Exception:
+                # This process lives on, so that nothing else would tell the other ranks.
+                if self._exchange is not None:
+                    self._exchange.leave()
+                raise
         return b""
 
     def _run(self, plan: StepPlan) -> None:

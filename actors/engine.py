@@ -256,7 +256,12 @@ class Engine:
             self.scheduler.lose_drafter()
         if not self.scheduler.has_drafter and drafters.are_waiting():
             self._drain()
-            drafters.join()
+            try:
+                drafters.join()
+            except Exception as error:
+                logger.error("a shard failed when drafters joined: %r", error)
+                self._shards.close()
+                raise ShardsLost(f"a shard failed when drafters joined: {error!r}") from error
             if drafters.are_joined():
                 self.scheduler.regain_drafter()
 

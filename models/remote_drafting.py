@@ -53,6 +53,8 @@ class RemoteDrafting:
         With `defer` the slots get them in the next call, and have none until then.
         """
         if self.is_lost:
+            # The step counted on what it would propose.
+            self._model.drop_drafts(inputs.slots)
             return None
         drafts = self._try(inputs, num_drafts, defer)
         if self._tp.size > 1:

@@ -48,6 +48,7 @@ class Client:
     fed: int = 0
     ahead: list[Row] = field(default_factory=list)  # of unread steps
     proposed: int = 0  # drafts, by the last row
+    has_context: bool = True  # all that is fed is known to the drafter
     slot: int | None = None
     table: tuple[int, ...] = ()  # as the device knows it
     pages: tuple[int, ...] = ()  # held
@@ -106,10 +107,14 @@ class Client:
     def can_decode(self) -> bool:
         return self.start >= self.prefill_len and self.left_ahead > 0
 
-    def most_drafts(self, num_drafts: int) -> int:
+    def allowed_drafts(self, num_drafts: int) -> int:
         """How many its request allows, of so many."""
         cap = self.message.max_draft_tokens
         return num_drafts if cap is None else min(num_drafts, cap)
+
+    def most_drafts(self, num_drafts: int) -> int:
+        """How many can be had, of so many."""
+        return self.allowed_drafts(num_drafts) if self.has_context else 0
 
     @property
     def reads_history(self) -> bool:
@@ -161,7 +166,8 @@ class DeviceSlot:
 class Device:
     """Runs plans in the order in which they were submitted, as a rank does.
 
-    A page's content is, for each of its positions, the whole sequence that the KV there is of.
+    A page's content is, for each of its positions, the whole sequence that the KV there is of;
+    `injected` is the same of the drafter's KV, while there is one.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -170,11 +176,23 @@ class Device:
         self.clients: dict[int, Client] = {}  # by seed
         self.tables: dict[int, dict[int, int]] = {}
         self.content: dict[tuple[int, int], tuple[str, tuple[int, ...]] | None] = {}
+        self.injected: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+        self.has_drafter = True
 
     def lose(self) -> None:
         self.slots.clear()
         self.tables.clear()
         self.content.clear()
+        self.join()
+
+    def lose_drafter(self) -> None:
+        self.injected.clear()
+        self.has_drafter = False
+
+    def join(self) -> None:
+        """Another drafter, that knows nothing."""
+        self.injected.clear()
+        self.has_drafter = True
 
     def run(self, plan: StepPlan, rng: random.Random, acceptance: float) -> StepOutput:
         assert plan.bucket is not None
@@ -183,12 +201,14 @@ class Device:
             table.update(enumerate(update.pages, start=update.first))
         for sampling in plan.samplings:
             self.slots[sampling.slot] = DeviceSlot(self.clients[sampling.seed])
+        emitting, lost = emitting_rows(plan), not self.has_drafter
+        verified = [self.num_verified(row) for row in emitting]
         runs = [self.verify(row, rng, acceptance) for row in plan.decode]
         runs += [run for row in plan.prefill if (run := self.prefill(row))]
-        emitting = emitting_rows(plan)
-        verified = [row.num_drafts if isinstance(row, DecodeRow) else 0 for row in emitting]
         for row in emitting:
-            count = plan.bucket.num_drafts if row.propose else 0
+            count = plan.bucket.num_drafts if row.propose and self.has_drafter else 0
+            if count:
+                self.check_context(row.slot)
             tokens = (rng.choice([7, 8, 9, 10, FORBIDDEN]) for _ in range(count))
             self.slots[row.slot].drafts = tuple(tokens)
         drafts = (self.slots[row.slot].drafts for row in emitting)
@@ -197,19 +217,40 @@ class Device:
             sampled=tuple(runs),
             num_drafts=tuple(verified),
             drafts=tuple(drafts) if plan.bucket.guided else (),
+            drafters_lost=lost,
         )
+
+    def num_verified(self, row: Row) -> int:
+        """A lost drafter proposed fewer than planned."""
+        if isinstance(row, PrefillRow):
+            return 0
+        drafts = self.slots[row.slot].drafts
+        assert not self.has_drafter or row.num_drafts <= len(drafts), "drafts that nobody proposed"
+        return min(row.num_drafts, len(drafts))
+
+    def check_context(self, slot_id: int) -> None:
+        """The drafter knows all that the slot's next block may look back at."""
+        slot, table = self.slots[slot_id], self.tables[slot_id]
+        for position in range(slot.fed):
+            known = slot.client.message.cache_salt, slot.client.sequence(position + 1)
+            place = table[position // self.page_size], position % self.page_size
+            assert self.injected.get(place) == known, "a draft from what the drafter never saw"
+
+    def knows(self, page: int) -> bool:
+        """Whether the drafter has all of what the page holds."""
+        places = [(page, offset) for offset in range(self.page_size)]
+        return all(p in self.injected and self.injected[p] == self.content[p] for p in places)
 
     def verify(self, row: DecodeRow, rng: random.Random, acceptance: float) -> tuple[int, ...]:
         slot = self.slots[row.slot]
         rejected = 1 + slot.planned - slot.emitted if row.prev_in_flight else 0
         assert row.position - rejected == slot.fed
-        assert row.num_drafts <= len(slot.drafts), "drafts that nobody proposed"
-        accepted = 0
-        while accepted < row.num_drafts and rng.random() < acceptance:
+        accepted, verified = 0, self.num_verified(row)
+        while accepted < verified and rng.random() < acceptance:
             accepted += 1
         first = slot.fed - len(slot.client.prompt) + 1
         slot.planned, slot.emitted = row.num_drafts, accepted + 1
-        self.feed(row.slot, slot.emitted, row.num_drafts - accepted)
+        self.feed(row.slot, slot.emitted, verified - accepted)
         return slot.client.tokens(first, slot.emitted)
 
     def prefill(self, row: PrefillRow) -> tuple[int, ...]:
@@ -242,6 +283,8 @@ class Device:
             if position >= slot.fed:
                 kept = (salt, sequence[: position + 1]) if position < end else None
                 self.content[place] = kept
+                if kept and self.has_drafter:
+                    self.injected[place] = kept
             else:
                 assert self.content[place] == (salt, sequence[: position + 1]), "another's KV"
         slot.fed = end
@@ -282,6 +325,7 @@ class Simulation:
         self.emitted = self.verify_steps = self.draft_tokens = self.prompt_tokens = 0
         self.preemptions = self.queries = self.hits = 0
         self.is_short, self.may_admit = False, True
+        self.has_drafter, self.drafter_losses = config.drafter is not None, 0
 
     @property
     def live(self) -> list[Client]:
@@ -316,12 +360,37 @@ class Simulation:
         assert self.scheduler.restart() == []
         self.unread.clear()
         self.device.lose()
+        self.has_drafter = self.config.drafter is not None
         for client in list(self.running):
             client.ahead.clear()
             self.running.remove(client)
             if not client.ended:
                 client.requeue()
                 insort(self.waiting, client, key=lambda other: other.order)
+        self.check()
+
+    def lose_drafter(self, noticed: bool) -> None:
+        """The host finds out at once, or where a later step says so."""
+        self.device.lose_drafter()
+        if noticed and self.has_drafter:
+            self.notice_loss()
+        self.check()
+
+    def notice_loss(self) -> None:
+        self.scheduler.lose_drafter()
+        self.has_drafter = False
+        self.drafter_losses += 1
+        for client in self.running:
+            client.has_context = False
+
+    def regain_drafter(self) -> None:
+        """Where the host knows of a loss, another drafter joins between two steps."""
+        while self.unread:
+            self.read()
+        if not self.has_drafter:
+            self.device.join()
+            self.scheduler.regain_drafter()
+            self.has_drafter = True
         self.check()
 
     def choose(self, decode_rows: int) -> int:
@@ -380,14 +449,17 @@ class Simulation:
         for row in plan.prefill:
             self.holder(row.slot).fed += len(row.token_ids)
         found = iter(chunks)
-        for row, run in zip(emitting_rows(plan), output.sampled, strict=True):
+        emitted = zip(emitting_rows(plan), output.sampled, output.num_drafts, strict=True)
+        for row, run, verified in emitted:
             client = self.holder(row.slot)
             if client.ended:
                 client.wasted_rows += 1
             else:
-                self.check_chunk(next(found), client, row, run)
+                self.check_chunk(next(found), client, row, run, verified)
         assert next(found, None) is None
         self.leave()
+        if output.drafters_lost and self.has_drafter:
+            self.notice_loss()
         self.check()
         return chunks
 
@@ -451,8 +523,8 @@ class Simulation:
         """
         running = [client for client in self.live if not client.preempted]
         order = sorted([*running, *self.waiting], key=lambda client: client.order)
-        most = self.config.num_drafts + 1
-        left = self.config.max_num_batched_tokens - most * sum(c.can_decode for c in running)
+        widest = self.config.num_drafts + 1
+        left = self.config.max_num_batched_tokens - widest * sum(c.can_decode for c in running)
         assert left >= 0
         self.is_short, self.may_admit = False, True
         decode, chunks, waiting = [], {}, False
@@ -463,7 +535,8 @@ class Simulation:
                 if client.is_guided and client.ahead:
                     waiting = True
                     continue
-                drafts = min(client.proposed, client.left_ahead - 1)
+                most = client.most_drafts(self.config.num_drafts)
+                drafts = min(most, client.proposed, client.left_ahead - 1)
                 if self.grow(client, client.start + drafts + 1):
                     decode.append(client)
             elif left and (client not in self.waiting or self.admit(client, left)):
@@ -504,6 +577,8 @@ class Simulation:
         self.running.append(client)
         client.pages, client.num_new = tuple(shared), needed
         client.fed = client.hits = start
+        valid = map(self.scheduler.pool.drafter_valid, shared)
+        client.has_context = self.has_drafter and all(valid)
         if client.cached is None:
             client.cached = start
             if self.looks_up(client):
@@ -533,16 +608,17 @@ class Simulation:
         size = self.config.block_size
         known = client.sequence((client.prefill_len - 1) // size * size)
         hashes = page_hashes(known, size, client.message.cache_salt)
-        speculates = client.most_drafts(self.config.num_drafts) > 0
+        speculates = self.has_drafter and client.allowed_drafts(self.config.num_drafts) > 0
         return self.scheduler.pool.lookup(hashes, need_drafter=speculates)
 
     def check_hits(self, was_running: dict[Client, int]) -> None:
         """What a request that runs has computed is found by one that starts.
 
         Not for sure after evictions: of two pages with one content only the first is known, and
-        may have been forgotten while the other is held.
+        may have been forgotten while the other is held. Nor after the loss of a drafter.
         """
-        size, is_sure = self.config.block_size, not self.scheduler.stats.evicted_pages
+        size = self.config.block_size
+        is_sure = not self.scheduler.stats.evicted_pages and not self.drafter_losses
         for client in self.running:
             if client in was_running:
                 continue
@@ -624,14 +700,14 @@ class Simulation:
             assert row.position == client.start
             # Speculation is never off where a draft could still be emitted.
             most = client.most_drafts(self.choice)
-            drafts = self.device.slots[row.slot].drafts
-            drafts = drafts[: min(most, client.proposed, client.left_ahead - 1)]
+            num_drafts = max(0, min(most, client.proposed, client.left_ahead - 1))
             if client.is_guided:
-                drafts = tuple(allowed(drafts))
+                drafts = tuple(allowed(self.device.slots[row.slot].drafts[:num_drafts]))
                 assert row.masks == tuple(masks_behind(client.seen, drafts))
+                num_drafts = len(drafts)
             else:
                 assert row.masks == ()
-            assert row.num_drafts == len(drafts)
+            assert row.num_drafts == num_drafts
             # Nor are drafts not made which a next step may verify, whatever is rejected till then.
             most_left = client.left - row.prev_in_flight - 1
             fits = self.block_fits(row.position + row.num_drafts + 1)
@@ -665,7 +741,7 @@ class Simulation:
             assert end < client.max_len <= self.config.max_model_len
 
     def check_chunk(
-        self, chunk: TokenChunk, client: Client, row: Row, run: tuple[int, ...]
+        self, chunk: TokenChunk, client: Client, row: Row, run: tuple[int, ...], verified: int
     ) -> None:
         """The chunk continues the plain output, and ends where and why that ends."""
         first = len(client.seen)
@@ -680,10 +756,10 @@ class Simulation:
         if isinstance(row, DecodeRow):
             client.fed += len(run)
             client.verify_steps += 1
-            client.draft_tokens += row.num_drafts
+            client.draft_tokens += verified
             client.verified_output += len(kept)
             self.verify_steps += 1
-            self.draft_tokens += row.num_drafts
+            self.draft_tokens += verified
             self.accepted_at.update(range(len(kept) - 1))
         stats = chunk.speculation
         assert stats.verify_steps == client.verify_steps
@@ -718,9 +794,15 @@ class Simulation:
             assert client.aborted or client.wasted_rows <= late
         scheduler.pool.check()
         assert scheduler.pool.num_free == self.num_free
+        assert scheduler.has_drafter == self.has_drafter
+        assert stats.drafter_losses == self.drafter_losses
         injects = self.config.drafter is not None and self.config.enable_prefix_caching
         for client in self.live:
             # Exactly the full pages of positions known to be fed, and none without a drafter.
             full = client.fed // self.config.block_size if injects else 0
             for index, page in enumerate(client.pages):
-                assert scheduler.pool.drafter_valid(page) == (index < full)
+                if client.has_context:
+                    assert scheduler.pool.drafter_valid(page) == (index < full)
+        if self.has_drafter <= self.device.has_drafter:
+            valid = filter(scheduler.pool.drafter_valid, range(self.config.num_kv_pages))
+            assert all(map(self.device.knows, valid)), "a page that the drafter does not know"

@@ -113,3 +113,67 @@ def test_only_who_has_the_token_is_answered() -> None:
     assert driver.step(b"", PATIENCE_S) == [b""]
     driver.hang_up()
     assert repr(address.token) not in repr(server.address), "a log must not hold the token"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_was_sent_is_not_waited_for() -> None:
+    """Every rank gets all of it in its order, whoever is still at the one before."""
+    may_go, got = threading.Event(), []
+
+    def slow(payload: bytes) -> bytes:
+        assert may_go.wait(PATIENCE_S)
+        got.append(payload)
+        return b""
+
+    quick: list[bytes] = []
+
+    def at_once(payload: bytes) -> bytes:
+        quick.append(payload)
+        return b""
+
+    with channels(slow, at_once) as driver:
+        for payload in (b"1", b"2", b"3"):
+            driver.send(payload)
+            driver.check()
+        wait_until(lambda: quick == [b"1", b"2", b"3"])
+        driver.check()
+        assert got == []
+        may_go.set()
+        wait_until(lambda: got == [b"1", b"2", b"3"])
+        driver.check()
+
+
+def test_an_answer_that_was_not_waited_for_tells_a_failure() -> None:
+    def fails_at(payload: bytes) -> bytes:
+        return raises(payload) if payload == b"2" else b""
+
+    with channels(bytes, fails_at) as driver:
+        for payload in (b"1", b"2"):
+            driver.send(payload)
+        with pytest.raises(StepFailed, match=r"rank 1: ValueError.*can't do b'2'"):  # noqa: PT012
+            while True:
+                driver.check()
+
+
+def test_a_rank_that_is_gone_is_noticed_without_a_step() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        host, port = listener.getsockname()
+        driver = StepChannels([Address(host, port, b"t" * 32)])
+        accepted, _ = listener.accept()
+        driver.check()
+        accepted.close()
+        with pytest.raises(StepFailed, match="gone"):  # noqa: PT012
+            while True:
+                driver.check()
+        with pytest.raises(StepFailed, match="gone"):  # noqa: PT012
+            while True:  # the first may still go into the other's buffer
+                driver.send(b"plan")
+        driver.hang_up()
+        with pytest.raises(StepFailed, match="gone"):
+            driver.check()

@@ -535,3 +535,109 @@ def test_a_placement_that_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(target(), **args)
+
+
+# ------------------------------------------------------------------------- dedicated drafters
+
+
+def speculating(target: str, drafter: str, tp: int = 2, **changes: Any) -> EngineConfig:
+    """With these fields of `speculative_config`."""
+    speculative = {"method": "dflash", "model": drafter, **changes}
+    return EngineConfig.resolve(
+        {
+            "model": target,
+            "tensor_parallel_size": tp,
+            "speculative_config": speculative,
+            "max_model_len": 64,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "dedicated", "size", "ranks"),
+    [
+        ({}, False, 2, 2),
+        ({"placement": "colocated"}, False, 2, 2),
+        ({"tensor_parallel_size": 2}, False, 2, 2),
+        ({"placement": "dedicated"}, True, 1, 3),
+        ({"placement": "dedicated", "tensor_parallel_size": 1}, True, 1, 3),
+        ({"placement": "dedicated", "tensor_parallel_size": 3}, True, 3, 5),
+    ],
+)
+def test_where_drafters_live(
+    target: Save, drafter: Save, changes: dict[str, Any], dedicated: bool, size: int, ranks: int
+) -> None:
+    config = speculating(target(), drafter(), **changes)
+    assert config.is_dedicated == dedicated
+    assert config.drafter_parallel_size == size
+    assert config.num_ranks == ranks
+
+
+def test_without_speculation_nobody_drafts(target: Save) -> None:
+    config = EngineConfig.resolve({"model": target(), "tensor_parallel_size": 2})
+    assert (config.is_dedicated, config.drafter_parallel_size, config.num_ranks) == (False, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"placement": "elsewhere"}, ["speculative_config.placement", "elsewhere", "dedicated"]),
+        ({"tensor_parallel_size": 1}, ["speculative_config.tensor_parallel_size", "1", "2"]),
+        (
+            {"placement": "colocated", "tensor_parallel_size": 3},
+            ["speculative_config.tensor_parallel_size", "3", "2", "dedicated"],
+        ),
+        (
+            {"placement": "dedicated", "tensor_parallel_size": 0},
+            ["speculative_config.tensor_parallel_size", "0", "1"],
+        ),
+    ],
+)
+def test_drafters_that_cannot_be_placed_are_refused(
+    target: Save, drafter: Save, changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        speculating(target(), drafter(), **changes)
+    message = str(refusal.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf")])
+def test_exchanges_take_some_time(target: Save, value: float) -> None:
+    with pytest.raises(ConfigError, match="exchange_timeout_s"):
+        EngineConfig.resolve({"model": target(), "exchange_timeout_s": value})
+
+
+def test_a_step_outlasts_the_wait_for_dedicated_drafters(target: Save, drafter: Save) -> None:
+    """A step begins behind the exchange of the one before it: were its deadline shorter, drafters
+    that don't answer would cost the target's ranks too."""
+    speculative = {"method": "dflash", "model": drafter(), "placement": "dedicated"}
+    args = {"model": target(), "speculative_config": speculative, "max_model_len": 64}
+    with pytest.raises(ConfigError) as refusal:
+        EngineConfig.resolve({**args, "step_timeout_s": 20.0, "exchange_timeout_s": 20.0})
+    for word in ("exchange_timeout_s", "20", "step_timeout_s"):
+        assert word in str(refusal.value)
+    EngineConfig.resolve({**args, "step_timeout_s": 20.0, "exchange_timeout_s": 5.0})
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_a_page_budget_is_that_of_the_rank_that_keeps_most(
+    target: Save, drafter: Save, dedicated: bool
+) -> None:
+    """Colocated, a rank keeps 1 of 2 heads of 4 target layers and 1 draft layer; dedicated, that of
+    the target alone, or 2 heads of the draft layer."""
+    heads = max(4, 2) if dedicated else 4 + 1
+    page = 16 * 2 * 4 * 4 * heads  # tokens, K and V, values, bytes
+    placed = {"placement": "dedicated"} if dedicated else {}
+    config = EngineConfig.resolve(
+        {
+            "model": target(),
+            "tensor_parallel_size": 2,
+            "speculative_config": {"method": "dflash", "model": drafter(), **placed},
+            "kv_cache_memory_bytes": 20 * page + page - 1,
+            "dtype": "float32",
+        }
+    )
+    assert config.num_kv_pages == 20

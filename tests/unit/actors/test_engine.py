@@ -2,13 +2,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from actors.engine import Engine
-from actors.errors import EngineDead, RequestRejected
+from actors.errors import EngineDead, RequestRejected, ShardsLost
 from actors.messages import StepOutput, StepPlan, TokenChunk, decode_plan, encode
 from actors.trace import Trace
 from tests.unit.actors.builders import EOS, engine_config, generate_request
@@ -585,3 +586,143 @@ def test_an_engine_without_work_checks_that_nothing_is_held(make_engine: Maker) 
     engine.add(generate_request("a"))
     with pytest.raises(AssertionError):
         step_to_the_end(engine)
+
+
+# ------------------------------------------------------------------------- dedicated drafters
+
+
+class FakeDrafters:
+    """A `DrafterGroup` of nobody; `calls` is what the engine did."""
+
+    def __init__(self) -> None:
+        self.joined, self.waiting = True, False
+        self.calls: list[str] = []
+        self.error: Exception | None = None
+        self.shards: FakeShards | None = None
+
+    def are_joined(self) -> bool:
+        return self.joined
+
+    def are_waiting(self) -> bool:
+        return self.waiting
+
+    def join(self) -> None:
+        assert self.shards is not None
+        assert self.shards.in_flight is None, "joined while an output is unread"
+        self.calls.append("join")
+        self.waiting = False
+        if self.error is not None:
+            raise self.error
+        self.joined = True
+
+    def lose(self) -> None:
+        self.calls.append("lose")
+        self.joined = False
+
+
+def dedicated(
+    ahead: bool, answer: Answer = one_token_each
+) -> tuple[Engine, FakeShards, FakeDrafters]:
+    shards, drafters = FakeShards(answer, ahead), FakeDrafters()
+    shards.drafters, drafters.shards = drafters, shards  # type: ignore[attr-defined]
+    config = engine_config(is_dedicated=True, async_scheduling=ahead)
+    return Engine(config, shards, Delivered()), shards, drafters
+
+
+def drafts_of(plan: StepPlan) -> int:
+    assert plan.bucket is not None
+    return plan.bucket.num_drafts
+
+
+def test_drafters_that_a_step_missed_are_lost_before_the_next_plan(ahead: bool) -> None:
+    def answer(plan: StepPlan) -> StepOutput:
+        return replace(one_token_each(plan), drafters_lost=plan.step == 3)
+
+    engine, shards, drafters = dedicated(ahead, answer)
+    engine.add(generate_request("a", max_tokens=20))
+    while engine.step():
+        pass
+    assert drafters.calls == ["lose"]
+    assert engine.scheduler.stats.drafter_losses == 1
+    first_without = 3 + ahead + 1
+    assert [drafts_of(plan) > 0 for plan in shards.plans[: first_without + 3]] == [
+        number < first_without for number in range(1, first_without + 4)
+    ]
+    engine.close()
+
+
+def test_drafters_come_back_between_two_steps(ahead: bool) -> None:
+    engine, shards, drafters = dedicated(ahead)
+    engine.add(generate_request("a", max_tokens=30))
+    for number in range(6):
+        if number == 2:
+            drafters.joined = False
+        if number == 4:
+            drafters.waiting = True
+        engine.step()
+    assert drafters.calls == ["join"]
+    assert engine.scheduler.has_drafter
+    assert engine.scheduler.stats.drafter_losses == 1
+    engine.add(generate_request("b", max_tokens=20))
+    engine.step()
+    assert [row.propose for row in shards.plans[-1].decode] == [False], "it goes on plainly"
+    assert [row.propose for row in shards.plans[-1].prefill] == [True]
+    while engine.step():
+        pass
+    engine.close()
+
+
+def test_a_join_that_fails_is_tried_with_others(ahead: bool) -> None:
+    engine, _, drafters = dedicated(ahead)
+    drafters.joined, drafters.waiting = False, True
+    drafters.join = lambda: (
+        drafters.calls.append("in vain")
+        or setattr(  # type: ignore
+            drafters, "waiting", False
+        )
+    )
+    engine.step()
+    assert drafters.calls == ["in vain"]
+    assert not engine.scheduler.has_drafter
+    del drafters.join
+    drafters.waiting = True
+    engine.step()
+    assert drafters.calls == ["in vain", "join"]
+    assert engine.scheduler.has_drafter
+    engine.close()
+
+
+def test_a_target_that_is_lost_while_drafters_join_is_a_loss_of_shards(ahead: bool) -> None:
+    """Which others replace: requests go on from what they emitted."""
+    engine, shards, drafters = dedicated(ahead)
+    engine.add(generate_request("a", max_tokens=30))
+    engine.step()
+    drafters.joined, drafters.waiting = False, True
+    drafters.error = ConnectionError("a shard is gone")
+    with pytest.raises(ShardsLost, match="a shard is gone"):
+        engine.step()
+    assert shards.times_closed
+    engine.close()
+
+
+def test_an_idle_engine_looks_after_its_drafters() -> None:
+    engine, _, drafters = dedicated(True)
+    drafters.joined, drafters.waiting = False, True
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    deadline = time.monotonic() + WAIT_S
+    while not drafters.joined and time.monotonic() < deadline:
+        time.sleep(0.05)
+    engine.stop()
+    thread.join(WAIT_S)
+    assert drafters.calls == ["join"]
+    assert engine.scheduler.has_drafter
+    engine.close()
+
+
+def test_colocated_drafters_are_not_looked_after(make_engine: Maker) -> None:
+    engine, _, _ = make_engine()  # its shards have no drafters
+    engine.add(generate_request("a"))
+    while engine.step():
+        pass
+    assert engine.scheduler.stats.drafter_losses == 0

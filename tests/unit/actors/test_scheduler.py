@@ -48,7 +48,17 @@ class Crash:
     pass
 
 
-Operation = Arrive | Abort | Submit | Read | Crash
+@dataclass(frozen=True)
+class LoseDrafter:
+    noticed: bool
+
+
+@dataclass(frozen=True)
+class RegainDrafter:
+    pass
+
+
+Operation = Arrive | Abort | Submit | Read | Crash | LoseDrafter | RegainDrafter
 
 
 def prompt_of(family: int, num_shared: int, seed: int, length: int) -> tuple[int, ...]:
@@ -56,6 +66,15 @@ def prompt_of(family: int, num_shared: int, seed: int, length: int) -> tuple[int
     return tuple(
         ((family if i < num_shared else 2 + seed) * 7 + i * i) % VOCAB for i in range(length)
     )
+
+
+def with_losses(draw: st.DrawFn, config: EngineConfig, operations: list[Operation]) -> None:
+    """Let dedicated drafters be lost and come back now and then, in half of all cases."""
+    if config.drafter is None or draw(st.booleans()):
+        return
+    for _ in range(draw(st.integers(1, 4))):
+        operation = draw(st.sampled_from([LoseDrafter(True), LoseDrafter(False), RegainDrafter()]))
+        operations.insert(draw(st.integers(0, len(operations))), operation)
 
 
 @st.composite
@@ -115,6 +134,7 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
             operations.append(Crash())
         elif arrived:
             operations.append(Abort(draw(st.integers(0, arrived - 1))))
+    with_losses(draw, config, operations)
     return config, operations
 
 
@@ -159,6 +179,7 @@ def crowds(draw: st.DrawFn) -> tuple[EngineConfig, list[Operation]]:
             operations.append(Abort(draw(st.integers(0, index))))
     if draw(st.integers(0, 2)) == 0:
         operations.insert(draw(st.integers(0, len(operations))), Crash())
+    with_losses(draw, config, operations)
     return config, operations
 
 
@@ -177,8 +198,8 @@ def test_any_traffic_keeps_the_invariants(
     seed: int,
     ahead: bool,
 ) -> None:
-    """Steps are read before the next is planned or after, requests end at any moment, and the
-    device loses all it knows at some."""
+    """Steps are read before the next is planned or after, requests end at any moment, the device
+    loses all it knows at some, and dedicated drafters do."""
     config, operations = scenario
     simulation = Simulation(config, leave_out_seed, drafts_seed)
     for operation in operations:
@@ -196,6 +217,10 @@ def test_any_traffic_keeps_the_invariants(
                     simulation.read()
             case Crash():
                 simulation.crash()
+            case LoseDrafter(noticed):
+                simulation.lose_drafter(noticed)
+            case RegainDrafter():
+                simulation.regain_drafter()
     simulation.drain(random.Random(seed), 0.7, ahead)
     for client in simulation.clients:
         assert client.aborted or client.seen == client.plain

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from models.rows import Emitted
 from models.steps import ModelRank
 
 
@@ -20,16 +20,21 @@ def foresee(
     """Draft, for a request whose choice has one of these seeds, the tokens of its sequence (prompt
     and output), each with probability `wrong` another one. Others get what the drafter proposes.
     """
-    rng, propose = rng or random.Random(0), ModelRank._propose
+    rng, verify, write = rng or random.Random(0), ModelRank.verify, ModelRank.write_drafts
+    lengths: dict[int, Tensor] = {}  # of the rank's last step
 
-    def foresighted(rank: ModelRank, drafter: Any, inputs: Any, emitted: Emitted, size: int) -> Any:
-        logits = propose(rank, drafter, inputs, emitted, size)
-        seeds = rank.sampling.seeds[emitted.slots].view(torch.int64).flatten().tolist()
-        rows = zip(emitted.slots.tolist(), emitted.context_lens.tolist(), seeds, strict=True)
-        for slot, length, seed in rows:
-            known = sequences.get(seed, ())[length + 1 :][: inputs.num_drafts]
-            drafts = [rng.randrange(rank.vocab_size) if rng.random() < wrong else t for t in known]
-            rank.state.drafts[slot, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
-        return logits
+    def seeing(rank: ModelRank, *args: Any) -> Any:
+        result, left = verify(rank, *args)
+        lengths[id(rank)] = left.context_lens
+        return result, left
 
-    monkeypatch.setattr(ModelRank, "_propose", foresighted)
+    def foresighted(rank: ModelRank, slots: Tensor, drafts: Tensor) -> None:
+        seeds = rank.sampling.seeds[slots].view(torch.int64).flatten().tolist()
+        for i, (length, seed) in enumerate(zip(lengths[id(rank)].tolist(), seeds, strict=True)):
+            known = sequences.get(seed, ())[length + 1 :][: drafts.shape[1]]
+            right = [rng.randrange(rank.vocab_size) if rng.random() < wrong else t for t in known]
+            drafts[i, : len(right)] = torch.tensor(right, dtype=torch.int32)
+        write(rank, slots, drafts)
+
+    monkeypatch.setattr(ModelRank, "verify", seeing)
+    monkeypatch.setattr(ModelRank, "write_drafts", foresighted)

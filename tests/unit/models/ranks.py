@@ -22,7 +22,7 @@ from models.parallel import TensorParallel
 from models.slot_sampling import SamplingState
 from models.state import SlotState
 from models.steps import ModelRank, Regions
-from models.target import Target
+from models.target import Target, Vocabulary
 from models.weights import CheckpointReader
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ def load_target_rank(
 
 def load_drafter_rank(
     directory: Path,
-    target: Target,
+    target: Vocabulary,
     *,
     tp: TensorParallel = ONE,
     num_positions: int = 64,
