@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener, wait
 
-_OK, _FAILED = b"\0", b"\1"
+_OK, _FAILED, _COMPILING = b"\0", b"\1", b"\2"
+_HEARTBEAT_S = 1.0
 _TOKEN_BYTES = 32
 # How long whoever connects may take to say its token.
 _GREETING_S = 10.0
@@ -44,9 +45,17 @@ class StepServer:
     """Answers steps with `step`, one after another, on a thread, for the first who has the token;
     ends when that one hangs up."""
 
-    def __init__(self, step: Callable[[bytes], bytes], host: str) -> None:
-        """Listens at `host`, on a port that is free. Raises `OSError` where it can't."""
-        self._step = step
+    def __init__(
+        self,
+        step: Callable[[bytes], bytes],
+        host: str,
+        is_compiling: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Listens at `host`, on a port that is free. A step that `is_compiling` says so now and
+        then, and its deadline begins anew. Raises `OSError` where it can't listen."""
+        self._step, self._is_compiling = step, is_compiling
+        self._sending = threading.Lock()
+        self._is_stepping = False
         self._listener = Listener((host, 0), "AF_INET")
         bound_host, port = self._listener.address
         self.address = Address(bound_host, port, secrets.token_bytes(_TOKEN_BYTES))
@@ -56,12 +65,24 @@ class StepServer:
         with self._listener:
             while not self._is_known(connection := self._listener.accept()):
                 connection.close()
-        with connection:
-            try:
-                while True:
-                    connection.send_bytes(self._answer(connection.recv_bytes()))
-            except (EOFError, OSError):  # hung up
-                return
+        ended = threading.Event()
+        beat = threading.Thread(target=self._beat, args=(connection, ended), daemon=True)
+        beat.start()
+        with connection, suppress(EOFError, OSError):  # until the driver hangs up
+            while True:
+                payload = connection.recv_bytes()
+                self._is_stepping = True
+                answer = self._answer(payload)
+                with self._sending:
+                    self._is_stepping = False
+                    connection.send_bytes(answer)
+        ended.set()
+
+    def _beat(self, connection: Connection, ended: threading.Event) -> None:
+        while not ended.wait(_HEARTBEAT_S):
+            with self._sending, suppress(OSError):
+                if self._is_stepping and self._is_compiling():
+                    connection.send_bytes(_COMPILING)
 
     def _is_known(self, connection: Connection) -> bool:
         _tune(connection)
@@ -99,7 +120,7 @@ class StepChannels:
         """What every rank answers, in their order.
 
         Raises `StepFailed` as soon as any rank fails or is gone: the others may then never answer,
-        and `TimeoutError` where one does not answer in time.
+        and `TimeoutError` where one does not answer in time, which begins anew where one compiles.
         """
         self.send(payload)
         deadline = time.monotonic() + timeout_s
@@ -110,8 +131,12 @@ class StepChannels:
                 ranks = [self._connections.index(c) for c in waiting]
                 raise TimeoutError(f"ranks {ranks} did not answer within {timeout_s:g} s")
             for connection in waiting:
-                if connection in ready:
-                    answers[connection] = self._answer(connection)
+                if connection not in ready:
+                    continue
+                if (answer := self._answer(connection)) is None:
+                    deadline = time.monotonic() + timeout_s
+                else:
+                    answers[connection] = answer
         return [answers[connection] for connection in self._connections]
 
     def send(self, payload: bytes) -> None:
@@ -137,11 +162,14 @@ class StepChannels:
             with suppress(OSError), _socket_of(connection) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _answer(self, connection: Connection) -> bytes:
+    def _answer(self, connection: Connection) -> bytes | None:
+        """None where the rank says that it compiles."""
         try:
             answer = connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise StepFailed(f"a rank is gone: {error!r}") from error
+        if answer[:1] == _COMPILING:
+            return None
         if answer[:1] != _OK:
             rank = self._connections.index(connection)
             raise StepFailed(f"rank {rank}: {answer[1:].decode(errors='replace')}")

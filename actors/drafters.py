@@ -45,7 +45,7 @@ class RayDrafters:
         self._start()
 
     def wait(self) -> None:
-        """Return once they are loaded. Raises what loading raised."""
+        """See `DrafterGroup`. Raises what loading raised."""
         assert self._loaded is not None
         self._loaded.result()
 

@@ -43,6 +43,9 @@ class DrafterGroup(Protocol):
     Whoever was lost is replaced without being asked for.
     """
 
+    def wait(self) -> None:
+        """Return once those that load are ready to `join`. Raises where they can't be loaded."""
+
     def are_joined(self) -> bool:
         """Whether they take part."""
 
@@ -146,7 +149,7 @@ class Engine:
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Run every kind of step once on padding alone, so that everything is compiled before the
-        first request, then seal the shards.
+        first request, then seal the shards. Dedicated drafters, which do so by themselves, join.
 
         `on_progress` is told how many steps of how many are done. Raises `EngineDead` where the
         shards failed.
@@ -156,6 +159,9 @@ class Engine:
             self._run_padding(bucket)
             if on_progress is not None:
                 on_progress(done, len(buckets))
+        if self._drafters is not None:
+            self._drafters.wait()
+            self._drafters.join()
         self._shards.seal()
         if self.config.adaptive_drafts:
             self._time_steps()

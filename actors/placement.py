@@ -34,7 +34,7 @@ class _RayRank(Rank):
         """Where its steps are taken: not open to other machines where the driver is on this one."""
         is_near = ray.get_runtime_context().get_node_id() == driver_node_id
         host = "127.0.0.1" if is_near else self.node_address()
-        self._server = StepServer(self.step, host)
+        self._server = StepServer(self.step, host, self.is_compiling)
         return self._server.address
 
     def node_address(self) -> str:
@@ -54,11 +54,9 @@ class _RayDrafterShard(_RayRank, DrafterShard):
 class RayShardGroup:
     """A `ShardGroup` of Ray actors, one per rank."""
 
-    def __init__(
-        self, config: EngineConfig, group: PlacementGroup, *, wait_for_drafters: bool = True
-    ) -> None:
-        """Place and load every rank of the target, once there is room, and wait for dedicated
-        drafters or let them come later. Raises what a rank raised, with all ranks ended."""
+    def __init__(self, config: EngineConfig, group: PlacementGroup) -> None:
+        """Place every rank, once there is room, and load those of the target; dedicated drafters
+        load meanwhile. Raises what a rank raised, with all ranks ended."""
         wait_for(group, config)
         self._config, self._group = config, group
         # Until `seal`, a step may compile.
@@ -71,9 +69,6 @@ class RayShardGroup:
             if config.is_dedicated:
                 self.drafters = RayDrafters(config, self._place_drafters, self.actors)
             self._load()
-            if self.drafters is not None and wait_for_drafters:
-                self.drafters.wait()
-                self.drafters.join()
         except BaseException:
             self.close()
             raise

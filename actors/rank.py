@@ -57,6 +57,10 @@ class Rank:
         """Warm-up is over: what is compiled from now on is counted, or refused."""
         self._backend.seal()
 
+    def is_compiling(self) -> bool:
+        """Whether a step takes long for that reason."""
+        return self._backend.is_compiling
+
     def ping(self) -> int:
         """This rank's process id: the process is there, whatever its device thread does."""
         return os.getpid()

@@ -148,10 +148,7 @@ class Router:
         try:
             supervisor = Supervisor(
                 self._config,
-                # Later ones have requests waiting.
-                lambda: RayShardGroup(
-                    self._config, self._group, wait_for_drafters=not ready.done()
-                ),
+                lambda: RayShardGroup(self._config, self._group),
                 self._deliver,
                 _log_progress,
             )

@@ -29,11 +29,13 @@ class Rendezvous:
 class Backend(Protocol):
     """One rank's device: a queue of work, kernels, and a compiler for regions of a step.
 
-    `late_compiles` counts regions compiled after `seal`: there should be none.
+    `late_compiles` counts regions compiled after `seal`: there should be none. `is_compiling` says
+    whether one is being compiled now.
     """
 
     ops: Ops
     late_compiles: int
+    is_compiling: bool
 
     def init_rank(self, rank: int, size: int, rendezvous: Rendezvous | None) -> TensorParallel:
         """Join the other ranks' process group at `rendezvous`; needed only with several."""

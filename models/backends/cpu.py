@@ -81,7 +81,11 @@ class CpuBackend(EagerBackend):
             logger.warning("%s (%d so far)", message, self.late_compiles)
         from torch._inductor.compile_fx import compile_fx
 
-        return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=_INDUCTOR))
+        self.is_compiling = True
+        try:
+            return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=_INDUCTOR))
+        finally:
+            self.is_compiling = False
 
 
 def _prepare(exact: bool) -> NativeOps:

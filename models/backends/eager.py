@@ -22,6 +22,7 @@ class EagerBackend:
         """`num_threads` is how many threads a step's tensor operations use."""
         self.ops: Ops = TorchOps()
         self.late_compiles = 0
+        self.is_compiling = False
         self._device: DeviceThread | None = DeviceThread.acquire(num_threads)
 
     def init_rank(self, rank: int, size: int, rendezvous: Rendezvous | None) -> TensorParallel:

@@ -1,10 +1,13 @@
 """Engines and models that are loaded once for all tests that share them."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
+from ray import serve
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.llm import LLM
@@ -42,3 +45,24 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     pair = make_pair(tmp_path_factory.mktemp("tiny"), "llama", max_position_embeddings=4096)
     train_pair(*pair, [list(range(20, 31))])
     return pair
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray cluster of this module's own, with Serve."""
+    # Short: Ray puts Unix sockets below it, whose paths are limited to about 100 characters.
+    with tempfile.TemporaryDirectory(prefix="dft", ignore_cleanup_errors=True) as temp_dir:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            log_to_driver=False,
+            _temp_dir=temp_dir,
+        )
+        try:
+            serve.start(http_options={"location": "NoServer"})
+            yield
+        finally:
+            serve.shutdown()
+            ray.shutdown()

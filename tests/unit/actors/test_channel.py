@@ -177,3 +177,23 @@ def test_a_rank_that_is_gone_is_noticed_without_a_step() -> None:
         driver.hang_up()
         with pytest.raises(StepFailed, match="gone"):
             driver.check()
+
+
+def test_a_rank_that_compiles_gets_more_time() -> None:
+    busy = threading.Event()
+
+    def slow(payload: bytes) -> bytes:
+        time.sleep(2.5)
+        return payload
+
+    def step_within(timeout_s: float) -> list[bytes]:
+        driver = StepChannels([StepServer(slow, HOST, busy.is_set).address])
+        try:
+            return driver.step(b"plan", timeout_s)
+        finally:
+            driver.hang_up()
+
+    with pytest.raises(TimeoutError):
+        step_within(1.5)
+    busy.set()
+    assert step_within(1.5) == [b"plan"]

@@ -503,6 +503,18 @@ def test_an_adaptive_engine_times_every_choice_behind_warm_up() -> None:
         assert all(0 < seconds < 1 for seconds in times_s.values())
 
 
+def test_an_engine_that_may_overlap_times_halves_too() -> None:
+    shards = FakeShards()
+    config = engine_config(
+        num_drafts=3, verify_widths=(1, 4), adaptive_drafts=True, overlap="auto", max_num_seqs=4
+    )
+    engine = Engine(config, shards, deliver=lambda chunks: None)
+    engine.warm_up()
+    ladder = engine.scheduler.ladder
+    deferred = [plan.bucket for plan in shards.plans if plan.defers_drafts]
+    assert deferred == [ladder.decode_step(half, 3) for half in (1, 2) for _ in range(4)]
+
+
 def test_warm_up_leaves_nothing_in_flight(make_engine: Maker) -> None:
     engine, shards, delivered = make_engine()
     progress: list[tuple[int, int]] = []

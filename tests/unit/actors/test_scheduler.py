@@ -710,3 +710,77 @@ def test_a_preempted_request_keeps_its_grammars_state() -> None:
     (row,) = scheduler.schedule().prefill
     assert (row.token_ids[-2:], row.masks) == ((20, 21), tuple(masks_behind((20, 21))))
     assert len(grammars.started) == 2
+
+
+# ------------------------------------------------------------------------------ overlapped halves
+
+
+def overlapping_scheduler(num_requests: int, max_tokens: int = 40) -> Scheduler:
+    """Each of the requests has its prompt computed and its first token read."""
+    scheduler = Scheduler(engine_config(num_drafts=3, is_dedicated=True, overlap="always"))
+    for i in range(num_requests):
+        scheduler.add(generate_request(f"r{i}", max_tokens=max_tokens))
+    plan = scheduler.schedule()
+    assert [row.slot for row in plan.prefill] == list(range(num_requests))
+    read(scheduler, plan, *((10,) for _ in plan.emitting))
+    return scheduler
+
+
+@pytest.mark.parametrize("num_requests", [2, 3, 4])
+def test_halves_of_a_batch_are_verified_in_turn(num_requests: int) -> None:
+    scheduler = overlapping_scheduler(num_requests)
+    last = scheduler.schedule()
+    assert scheduler.num_unread == 1
+    for _ in range(6):
+        plan = scheduler.schedule()
+        assert plan.defers_drafts
+        assert not set(slots_of(plan)) & set(slots_of(last)), "its drafts are not there yet"
+        assert sorted([*slots_of(plan), *slots_of(last)]) == list(range(num_requests))
+        assert len(slots_of(plan)) <= -(-num_requests // 2)
+        assert [row.num_drafts for row in plan.decode] == [3] * len(plan.decode)
+        assert not any(row.prev_in_flight for row in plan.decode)
+        read(scheduler, last, *((10, 11) for _ in last.emitting))
+        last = plan
+
+
+def test_a_request_alone_has_no_other_half() -> None:
+    scheduler = overlapping_scheduler(1)
+    last = scheduler.schedule()
+    plan = scheduler.schedule()
+    assert (slots_of(last), slots_of(plan)) == ([0], [0])
+    assert not last.defers_drafts
+    assert not plan.defers_drafts
+
+
+def test_a_batch_with_a_grammar_or_without_drafts_is_verified_as_a_whole() -> None:
+    config = engine_config(num_drafts=3, is_dedicated=True, overlap="always")
+    scheduler = Scheduler(config, grammars=FakeGrammars())
+    scheduler.add(generate_request("guided", max_tokens=20, guide=GUIDE))
+    scheduler.add(generate_request("plain", max_tokens=20))
+    advance(scheduler, (10,), (10,))
+    plan = scheduler.schedule()
+    assert (slots_of(plan), plan.defers_drafts) == ([0, 1], False)
+
+    scheduler = overlapping_scheduler(2)
+    scheduler.lose_drafter()
+    plan = scheduler.schedule()
+    assert (slots_of(plan), plan.defers_drafts) == ([0, 1], False)
+
+
+def test_auto_overlaps_where_halves_were_measured_to_be_faster() -> None:
+    def first_plan(half_s: float) -> StepPlan:
+        config = engine_config(
+            num_drafts=3, is_dedicated=True, overlap="auto", adaptive_drafts=True
+        )
+        scheduler = Scheduler(config)
+        for num_drafts in scheduler.speculation.choices:
+            scheduler.speculation.observe_time(2, num_drafts, 1.0)
+        scheduler.speculation.observe_overlap(2, 3, half_s)
+        for name in ("a", "b"):
+            scheduler.add(generate_request(name, max_tokens=40))
+        advance(scheduler, (10,), (10,))
+        return scheduler.schedule()
+
+    slower, faster = first_plan(0.6), first_plan(0.4)
+    assert (slots_of(slower), slower.defers_drafts) == ([0, 1], False)
+    assert (slots_of(faster), faster.defers_drafts) == ([0], True)

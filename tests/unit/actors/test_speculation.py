@@ -170,3 +170,15 @@ def test_better_drafts_are_noticed_though_none_are_verified() -> None:
             verified += 1
     assert speculation.choose(1) == FEW
     assert verified > 15_000, "soon, not at the very end"
+
+
+def test_what_is_faster_in_halves_is_chosen_for_that() -> None:
+    speculation = timed(plain=1.0, few=4.0, every=4.0, rate=0.7, rows=8)
+    assert speculation.choose(8) == 0
+    speculation.observe_overlap(8, ALL, 2.0 / 1.01)
+    assert not speculation.overlaps(8, ALL), "no more than noise"
+    speculation.observe_overlap(8, ALL, 0.5)
+    assert speculation.overlaps(8, ALL)
+    assert not speculation.overlaps(8, FEW)
+    assert not speculation.overlaps(4, ALL)
+    assert speculation.settled(8) == ALL

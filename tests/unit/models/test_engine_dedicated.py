@@ -12,7 +12,14 @@ import pytest
 
 from actors.config import EngineConfig
 from actors.engine import Engine, ShardGroup
-from actors.messages import GenerateRequest, Guide, SamplingParams, SpeculationStats, TokenChunk
+from actors.messages import (
+    GenerateRequest,
+    Guide,
+    SamplingParams,
+    SpeculationStats,
+    TokenChunk,
+    decode_plan,
+)
 from actors.shard import Shard
 from actors.stats import EngineStats
 from tests.unit.models.conftest import PROMPT, Pair, PairMaker
@@ -63,11 +70,21 @@ def ending(trained: PairMaker, tmp_path_factory: pytest.TempPathFactory) -> Pair
     return directory, drafter
 
 
-def config_of(pair: Pair, drafter_size: int | None, size: int = 2, **changes: Any) -> EngineConfig:
+def config_of(
+    pair: Pair,
+    drafter_size: int | None,
+    size: int = 2,
+    overlap: str = "auto",
+    **changes: Any,
+) -> EngineConfig:
     """`drafter_size` None is colocated."""
     speculative = {"method": "dflash", "model": str(pair[1]), "adaptive": False}
     if drafter_size is not None:
-        speculative |= {"placement": "dedicated", "tensor_parallel_size": drafter_size}
+        speculative |= {
+            "placement": "dedicated",
+            "tensor_parallel_size": drafter_size,
+            "overlap": overlap,
+        }
     args = {"model": str(pair[0]), "speculative_config": speculative, "tensor_parallel_size": size}
     return EngineConfig.resolve({**args, **ENGINE, "exchange_timeout_s": 20.0, **changes})
 
@@ -182,6 +199,42 @@ def test_dedicated_is_as_colocated(
     assert found_stats == stats
     assert found_stats.accepted_tokens > 0
     assert shards.drafters.num_losses == 0
+
+
+@pytest.mark.parametrize(("size", "drafter_size"), [(2, 1), (1, 2)])
+def test_overlapped_halves_are_as_colocated(
+    ending: Pair, rank_processes: RankProcesses, spare: Spare, size: int, drafter_size: int
+) -> None:
+    """Tokens, steps and accepted drafts; drafts near a request's end may be verified in vain."""
+    messages = [message for message in mixed() if message.sampling.guide is None]
+    expected, _ = colocated_run(ending, messages, **COLD)
+    drafters = spare.take()
+    config = config_of(ending, drafter_size, size, overlap="always", **COLD)
+    shards = Counting(DedicatedShards(rank_processes, drafters, config))
+    found, _ = driven(config, shards, messages)
+    spare.give_back(drafters)
+    assert plain_of(found) == plain_of(expected)
+    for name, (_, _, speculation) in found.items():
+        alike = expected[name][2]
+        assert speculation.verify_steps == alike.verify_steps
+        assert speculation.accepted_tokens == alike.accepted_tokens
+    assert shards.num_deferred > shards.num_steps / 2
+
+
+class Counting:
+    """Shards whose steps are counted, and those that defer their drafts."""
+
+    def __init__(self, shards: DedicatedShards) -> None:
+        self._shards = shards
+        self.drafters = shards.drafters
+        self.seal, self.close = shards.seal, shards.close
+        self.num_steps = self.num_deferred = 0
+
+    def step(self, payload: bytes) -> bytes:
+        plan = decode_plan(payload)
+        self.num_steps += bool(plan.rows)
+        self.num_deferred += plan.defers_drafts
+        return self._shards.step(payload)
 
 
 def plain_of(found: Result) -> dict[str, Any]:

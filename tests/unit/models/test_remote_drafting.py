@@ -343,3 +343,44 @@ def test_ranks_that_leave_go_on_plainly(trained: PairMaker) -> None:
     targets, _ = run_both(Meeting(2, 1), target, drafter)
     expected = [[token] for token in trace_of(pair, PROMPT).token_ids[:3]]
     assert targets == [expected] * 2
+
+
+def test_deferred_drafts_come_with_the_next_step(trained: PairMaker) -> None:
+    """Slots have none until then; what has emitted meanwhile keeps its own."""
+    pair = trained("qwen3")
+    first = inputs([], [Prefill(0, PROMPT)])
+    second = inputs([], [Prefill(1, OTHER_PROMPT)])
+    again = inputs([Decode(0, len(PROMPT), num_drafts=0)])
+    alone = load_model_rank(*pair, page_size=PAGE)
+    alone.step(first)
+    expected = drafts_in(alone, 0)
+    alone.step(again)
+    newer = drafts_in(alone, 0)
+    assert expected != newer
+
+    def target(tp: TensorParallel, join: Join) -> list[Any]:
+        model = load_target_only(pair, tp, PAGE)
+        remote = RemoteDrafting(model, tp)
+        remote.join(join())
+        found: list[Any] = []
+        for step, defer in ((first, True), (second, True), (first, True), (again, False)):
+            _, left = model.verify(step)
+            assert (remote.draft(left, step.num_drafts, defer=defer) is None) == defer
+            found.append((int(model.state.num_drafts[0]), drafts_in(model, 0)))
+        return found
+
+    def drafter(tp: TensorParallel, join: Join) -> None:
+        drafting = load_drafting(pair, tp, page_size=PAGE)
+        exchange, deferred = join(), None
+        for step, defer in ((first, True), (second, True), (first, True), (again, False)):
+            left = exchange.receive(shape_of(drafting, step))
+            if deferred is not None:
+                exchange.send_back(deferred)
+            proposed = drafting.draft(left, step.num_drafts, step.context_pages)
+            assert proposed is not None
+            deferred = proposed[1] if defer else exchange.send_back(proposed[1])
+
+    (found,), _ = run_both(Meeting(1, 1), target, drafter)
+    assert [count for count, _ in found] == [0, K, 0, K]
+    assert found[1][1] == expected
+    assert found[3][1] == newer
