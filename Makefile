@@ -14,7 +14,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,dev,bench]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,dev,bench,train]'
 	touch $@
 
 demo: install
