@@ -334,7 +334,7 @@ def test_ranks_choose_and_score_as_one(rank_processes: RankProcesses, odd_pair: 
         GenerateRequest(request_id=str(i), prompt_token_ids=tuple(PROMPT), sampling=sampling)
         for i, sampling in enumerate(wanted)
     ]
-    for size in (1, 2, 3):
+    for size in (1, 2, 3, 4):
         config = EngineConfig.resolve(engine_args(odd_pair, tensor_parallel_size=size))
         found = generate_on(rank_processes, config, messages)
         for mine, tokens, sampling in zip(found, expected, wanted, strict=True):
