@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from typing import Protocol
 
 from actors.config import EngineConfig
@@ -14,7 +13,6 @@ from actors.errors import EngineDead, ShardsLost
 from actors.grammar import Grammars
 from actors.limits import check_request
 from actors.messages import (
-    Bucket,
     GenerateRequest,
     StepOutput,
     StepPlan,
@@ -24,15 +22,10 @@ from actors.messages import (
 )
 from actors.scheduler import LeaveOut, Scheduler
 from actors.trace import Trace
+from actors.warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
 
-# Of a step whose time is wanted: the fastest is the one that nothing held up.
-_TIMED_RUNS = 3
-
-
-# So many steps that requests wait for come between two that only warm up new ranks.
-_STEPS_PER_WARM_UP = 8
 # How often an idle engine with dedicated drafters looks after them.
 _DRAFTER_WATCH_S = 1.0
 
@@ -115,9 +108,7 @@ class Engine:
         self._stopped = False
         self._loss = ""
         self._busy_since = 0.0
-        # Kinds of steps that the ranks have not run yet, though requests are served already.
-        self._unwarmed: deque[Bucket] = deque()
-        self._steps_till_warm_up = 0
+        self._warm_up = WarmUp(self.scheduler.ladder, self._exchange)
 
     def check(self, message: GenerateRequest) -> None:
         """Raises `RequestRejected` where a request could never be served. Takes up to a second
@@ -154,17 +145,17 @@ class Engine:
         `on_progress` is told how many steps of how many are done. Raises `EngineDead` where the
         shards failed.
         """
-        buckets = self.scheduler.ladder.warm_up()
-        for done, bucket in enumerate(buckets, start=1):
-            self._run_padding(bucket)
-            if on_progress is not None:
-                on_progress(done, len(buckets))
+        self._warm_up.run(on_progress)
         if self._drafters is not None:
             self._drafters.wait()
             self._drafters.join()
         self._shards.seal()
         if self.config.adaptive_drafts:
-            self._time_steps()
+            self._warm_up.measure(
+                self.scheduler.speculation,
+                is_dedicated=self.config.is_dedicated,
+                overlaps=self.config.overlap == "auto",
+            )
 
     def stop(self) -> None:
         """Make `run` return, after the step it is in."""
@@ -205,8 +196,7 @@ class Engine:
         """
         self._read_inbox()
         self._shards, self._loss = shards, ""
-        self._unwarmed = deque(self.scheduler.ladder.warm_up())
-        self._steps_till_warm_up = _STEPS_PER_WARM_UP
+        self._warm_up.postpone()
         if given_up := self.scheduler.restart():
             self._deliver(given_up)
 
@@ -228,8 +218,11 @@ class Engine:
             self._run(plan)
             if not self.config.async_scheduling:
                 self._run(StepPlan(step=plan.step))
-        if self._unwarmed:
-            self._warm_up_some()
+        if self._warm_up.is_turn(has_work=self.scheduler.has_work):
+            self._drain()
+            self._warm_up.catch_up()
+            if not self._warm_up.is_missing:
+                self._shards.seal()
         self._read_inbox()
         if not self.scheduler.has_work:
             self.scheduler.check_idle()
@@ -271,30 +264,6 @@ class Engine:
             if drafters.are_joined():
                 self.scheduler.regain_drafter()
 
-    def _time_steps(self) -> None:
-        """Measure, on padding, what each choice of `actors.speculation` costs."""
-        ladder, speculation = self.scheduler.ladder, self.scheduler.speculation
-        for decode_rows, num_drafts in product(ladder.decode_rows, speculation.choices):
-            bucket = ladder.decode_step(decode_rows, num_drafts)
-            if self._drafters is not None:
-                # A step begins behind the exchange of the one before, so that is in its time.
-                self._run_padding(bucket)
-            seconds = min(self._run_padding(bucket) for _ in range(_TIMED_RUNS))
-            speculation.observe_time(decode_rows, num_drafts, seconds)
-            if self.config.overlap == "auto" and decode_rows > 1 and num_drafts:
-                half = ladder.decode_step(-(-decode_rows // 2), num_drafts)
-                self._run_padding(half, defer=True)
-                seconds = min(self._run_padding(half, defer=True) for _ in range(_TIMED_RUNS))
-                speculation.observe_overlap(decode_rows, num_drafts, seconds)
-
-    def _run_padding(self, bucket: Bucket, *, defer: bool = False) -> float:
-        """How many seconds a step without requests takes, from its submission to its output."""
-        plan = StepPlan(step=0, bucket=bucket, defers_drafts=defer)
-        start = time.perf_counter()
-        self._exchange(plan)
-        self._exchange(StepPlan(step=plan.step))
-        return time.perf_counter() - start
-
     def _schedule(self) -> StepPlan:
         if self._trace is None:
             return self.scheduler.schedule()
@@ -303,17 +272,6 @@ class Engine:
             if plan.bucket is not None:
                 args["step"] = plan.step
         return plan
-
-    def _warm_up_some(self) -> None:
-        """Behind every few steps run a kind of step that is missing; at once if none is wanted."""
-        self._steps_till_warm_up -= 1
-        if self.scheduler.has_work and self._steps_till_warm_up > 0:
-            return
-        self._steps_till_warm_up = _STEPS_PER_WARM_UP
-        self._drain()
-        self._run_padding(self._unwarmed.popleft())
-        if not self._unwarmed:
-            self._shards.seal()
 
     def _drain(self) -> None:
         """Read what is unread."""
@@ -368,7 +326,11 @@ class Engine:
 
     def _is_due(self) -> bool:
         return bool(
-            self._stopped or self._loss or self._inbox or self._unwarmed or self.scheduler.has_work
+            self._stopped
+            or self._loss
+            or self._inbox
+            or self._warm_up.is_missing
+            or self.scheduler.has_work
         )
 
     def _post(self, item: GenerateRequest | str) -> None:

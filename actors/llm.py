@@ -76,7 +76,7 @@ class LLM:
         leave_out: LeaveOut | None = None,
         **engine_args: Any,
     ) -> None:
-        """`engine_args` are the other fields of `actors.config.EngineArgs`.
+        """`engine_args` are the other fields of `actors.engine_args.EngineArgs`.
 
         `trace` gets what host and device do; `leave_out` is for tests, see `Scheduler`. Raises
         `ConfigError`.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actors.config import EngineArgs
+from actors.engine_args import EngineArgs
 from actors.llm import LLM, RequestOutput
 from actors.messages import SamplingParams
 from actors.trace import Trace

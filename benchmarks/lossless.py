@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from actors.config import EngineArgs
+from actors.engine_args import EngineArgs
 from actors.llm import LLM, RequestOutput
 from actors.messages import SamplingParams
 from actors.stats import EngineStats

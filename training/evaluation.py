@@ -7,7 +7,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from actors.config import EngineArgs
+from actors.engine_args import EngineArgs
 from actors.llm import LLM
 from actors.messages import SamplingParams
 from models.config import load_drafter_config
