@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -72,26 +71,6 @@ def test_a_closed_stream_frees_its_pages(router: DeploymentHandle) -> None:
 
     assert asyncio.run(leave_after_some_chunks()) > 0, "the request held no pages"
     wait_until(lambda: all_pages_free(router), "all pages are free")
-
-
-def test_the_death_of_who_streams_frees_its_pages(router: DeploymentHandle) -> None:
-    """As of a server replica, within 2 s."""
-
-    @ray.remote(num_cpus=0)
-    class Server:
-        async def stream(self, handle: DeploymentHandle) -> None:
-            await chunks_of(handle, request_for(PROMPTS[0], "orphan", max_tokens=2000))
-
-        def pid(self) -> int:
-            return os.getpid()
-
-    server = Server.remote()
-    server.stream.remote(router)
-    wait_until(lambda: not all_pages_free(router), "the request holds pages")
-    os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
-    killed = time.monotonic()
-    wait_until(lambda: all_pages_free(router), "all pages are free")
-    assert time.monotonic() - killed < 2
 
 
 def test_steps_leave_nothing_in_the_object_store(router: DeploymentHandle) -> None:
