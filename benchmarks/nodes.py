@@ -27,9 +27,13 @@ class Nodes:
         # Addresses of loopback, but 127.0.0.1, which would count as none.
         self._next = 11
         self._workers: list[Any] = []
-        self._add(1, include_dashboard=False)
-        for _ in range(workers):
-            self.add_worker()
+        try:
+            self._add(1, include_dashboard=False)
+            for _ in range(workers):
+                self.add_worker()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def address(self) -> str:
